@@ -1,0 +1,113 @@
+"""What happens at a quantized tensor: the interface between a model and the two sides.
+
+A transformers model reaches us at three seams: its experts function, its attention function and its routers. At each
+seam we hand the tensor to a *site object* that was bound to the module. The rollout engine binds objects that quantize
+to nearest, record, and keep K and V in a paged pool; the trainer binds objects that fake-quantize, guided or not.
+Neither knows the other. There is no global mode and no order of calls: with gradient checkpointing a layer runs twice,
+the second time in reverse order, and still finds its own object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(slots=True)
+class Operand:
+    """A quantized tensor as a matrix multiplication takes it.
+
+    ``values`` are ``code x block scale`` in bfloat16, which is exact for every FP4 format (or the plain bfloat16 tensor
+    where a site is not quantized); ``scale`` is the FP32 global decode scale of each row, which never enters the operand
+    and is applied to the FP32 product. ``None`` stands for 1.
+    """
+
+    values: Tensor
+    """``(rows, width)`` bfloat16 for activations; ``(experts, out, in)`` bfloat16 for weights."""
+    scale: Tensor | None
+    """``(rows, 1)`` float32 for activations; ``(experts,)`` float32 for weights."""
+
+
+class ExpertsSite(Protocol):
+    """What the experts function of one MoE layer asks for."""
+
+    def gate_up(self, module: nn.Module) -> Operand:
+        """Weight operand ``(E, 2I, H)`` of the fused gate and up projections (contraction axis last, also for gpt-oss)."""
+        ...
+
+    def down(self, module: nn.Module) -> Operand:
+        """Weight operand ``(E, H, I)`` of the down projection."""
+        ...
+
+    def enter(self, x: Tensor) -> Operand:
+        """Quantize ``x (T, H)``, the input of gate_up, one row a token."""
+        ...
+
+    def middle(self, h: Tensor, pairs: Tensor) -> Operand:
+        """Quantize ``h (P, I)``, the input of down; ``pairs (P,)`` int64 gives each row's ``token * top_k + slot``."""
+        ...
+
+
+class RouterSite(Protocol):
+    """What a router hook asks for."""
+
+    def route(self, indices: Tensor) -> Tensor | None:
+        """Given the router's own top-k ``indices (T, K)``, return the indices to use, or ``None`` to keep them.
+
+        The rollout records ``indices`` and returns ``None``. The trainer returns the rollout's; gate values are then
+        recomputed from the live logits at those indices, so the router still learns. A row of ``-1`` keeps the own ones.
+        """
+        ...
+
+
+class AttentionSite(Protocol):
+    """What the attention function of one layer with a KV cache asks for."""
+
+    def latent(self, x: Tensor) -> Tensor:
+        """Quantize the normalised KV latent ``(B, S, r)`` of multi-head latent attention; called before :meth:`attend`."""
+        ...
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Causal attention over quantized K and V.
+
+        Args:
+            module: the attention module.
+            q: ``(B, Hq, S, D)`` queries after RoPE.
+            k: ``(B, Hkv, S, D)`` keys after RoPE of the *current* tokens only.
+            v: ``(B, Hkv, S, Dv)`` values of the current tokens.
+            scaling: factor on the logits.
+            window: sliding window in tokens, counting the current one; ``None`` for full attention.
+            sinks: ``(Hq,)`` attention-sink logits (gpt-oss) or ``None``.
+
+        Returns:
+            ``(B, S, Hq, Dv)`` in the dtype of ``q``.
+        """
+        ...
+
+
+class SiteSet(Protocol):
+    """All site objects of one side, by decoder layer index."""
+
+    def experts(self, layer: int) -> ExpertsSite:
+        """Object of the MoE block in ``layer``."""
+        ...
+
+    def router(self, layer: int) -> RouterSite:
+        """Object of the router in ``layer``."""
+        ...
+
+    def attention(self, layer: int) -> AttentionSite:
+        """Object of the attention in ``layer``."""
+        ...
