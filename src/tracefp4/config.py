@@ -1,0 +1,299 @@
+"""Configuration: one typed tree, read from TOML, every key documented where it is declared.
+
+``load(path, overrides)`` reads a file, applies ``a.b=c`` overrides and validates. Unknown keys are refused with the
+nearest valid name. The resolved tree is written beside the results, so a run can be repeated from its own folder.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tracefp4.errors import ConfigError, suggest
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class EngineConfig(_Table):
+    """The rollout engine."""
+
+    max_tokens: int = Field(16384, gt=0)
+    """Slots of the KV pool: tokens of all running sequences together."""
+    page_size: int = Field(16, gt=0)
+    """Tokens a page of the KV pool."""
+    max_batch: int = Field(64, gt=0)
+    """Sequences decoded at once."""
+    prefill_chunk: int = Field(2048, gt=0)
+    """Prompt tokens forwarded at once."""
+    cuda_graphs: bool = True
+    """Capture the decode step in CUDA graphs where the model permits it."""
+
+
+class SamplingConfig(_Table):
+    """How rollouts are sampled."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature; log-probs are taken after it."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling; training refuses anything but 1."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k likeliest tokens (0: all); training refuses anything but 0."""
+    max_new_tokens: int = Field(128, gt=0)
+    """Response length limit."""
+
+
+class TaskConfig(_Table):
+    """What the policy is trained on."""
+
+    kind: Literal["reasoning_gym", "files"] = "reasoning_gym"
+    """``reasoning_gym``: generators by name; ``files``: JSONL or parquet."""
+    name: str = ""
+    """Generator name, or a label for metrics."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the task (generator parameters, file paths, template, scoring); see ``docs/tasks.md``."""
+
+
+class WarmStartConfig(_Table):
+    """Supervised fine-tuning before RL; deterministic, and cached by a hash of everything that shapes it."""
+
+    steps: int = Field(0, ge=0)
+    """Optimizer steps; 0 skips the warm start."""
+    batch_size: int = Field(32, gt=0)
+    """Examples a step."""
+    lr: float = Field(1e-3, gt=0)
+    """Peak learning rate, linear warm-up over the first tenth, cosine decay."""
+    router_aux: float = Field(0.0, ge=0)
+    """Weight of the load-balancing loss of the routers."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+
+
+class LossConfig(_Table):
+    """The policy-gradient loss."""
+
+    name: Literal["grpo", "gspo"] = "grpo"
+    """``grpo``: token ratios with PPO clipping; ``gspo``: one length-normalised ratio a sequence."""
+    eps_low: float = Field(0.2, gt=0)
+    """Lower clip range."""
+    eps_high: float = Field(0.2, gt=0)
+    """Upper clip range (DAPO: 0.28)."""
+    dual_clip: float = Field(3.0, ge=1)
+    """Bound on the loss of samples with negative advantage."""
+    kl: float = Field(0.0, ge=0)
+    """Weight of the k3 penalty against the reference policy (the warm-started weights)."""
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """How token losses become one number."""
+    norm_std: bool = True
+    """Divide advantages by the group's standard deviation (off: Dr. GRPO)."""
+    filter_groups: bool = True
+    """Drop groups whose rewards are all equal: they train nothing."""
+    overlong_buffer: int = Field(0, ge=0)
+    """DAPO's soft penalty on the last tokens before the length limit; 0 is off."""
+
+
+class CorrectionConfig(_Table):
+    """Off-policy correction of the train-rollout mismatch."""
+
+    name: Literal["none", "tis"] = "tis"
+    """``tis``: token-level truncated importance sampling."""
+    cap: float = Field(2.0, gt=0)
+    """Upper bound of the importance weight."""
+
+
+class OptimizerConfig(_Table):
+    """AdamW on FP32 master weights."""
+
+    lr: float = Field(1e-5, gt=0)
+    """Learning rate after warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Linear warm-up."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """First moment decay."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Second moment decay."""
+    eps: float = Field(1e-8, gt=0)
+    """Denominator floor."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient clipping by global norm."""
+
+
+class TrainConfig(_Table):
+    """The trainer."""
+
+    prompts: int = Field(16, gt=0)
+    """Prompts a step."""
+    samples: int = Field(8, gt=1)
+    """Samples a prompt (the GRPO group)."""
+    minibatches: int = Field(1, gt=0)
+    """Optimizer steps a rollout batch is split into."""
+    micro_tokens: int = Field(16384, gt=0)
+    """Padded tokens a micro-batch."""
+    gradient_checkpointing: bool = True
+    """Recompute each decoder layer in the backward pass."""
+    unguided_every: int = Field(5, ge=0)
+    """Measure the mismatch without guidance on every n-th step; 0 never."""
+    max_lag: int = Field(0, ge=0)
+    """Weight versions that guidance may be behind the trainer."""
+    min_coverage: float = Field(0.99, ge=0, le=1)
+    """Stop when a smaller share of (token, site) pairs is guided (methods that guide)."""
+    checkpoint_every: int = Field(0, ge=0)
+    """Steps between checkpoints; 0 writes one at the end only."""
+    keep_checkpoints: int = Field(1, gt=0)
+    """Checkpoints kept."""
+
+
+class EvalConfig(_Table):
+    """Evaluation during and after training: unguided, with the deployed spec."""
+
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0 evaluates before and after training only."""
+    items: int = Field(128, ge=0)
+    """Held-out items; 0 is no evaluation."""
+    samples: int = Field(1, gt=0)
+    """Samples an item."""
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature."""
+
+
+class Config(_Table):
+    """One run."""
+
+    policy: str = "smollm2-moe"
+    """Model name or path."""
+    method: str = "trace"
+    """How rollout and trainer are quantized: ``bf16``, ``qat``, ``trace``."""
+    spec: str = "nvfp4-w4a4-kv4"
+    """Deployment: formats of weights, activations and KV cache."""
+    numerics: str = "nvfp4-te"
+    """Named arithmetic of the FP4 formats."""
+    plan: str = "r1-all+mid"
+    """Which quantization outcomes of the rollout guide the trainer."""
+    decoder: Literal["bracket", "nearest", "map", "replay"] = "bracket"
+    """How guided rounding reads the recorded bits."""
+    engine: str = "embedded"
+    """Rollout engine."""
+    steps: int = Field(100, ge=0)
+    """RL steps."""
+    seed: int = 0
+    """Seeds data, sampling, upcycling and warm start."""
+    device: str = "auto"
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
+    output_dir: str = "runs/default"
+    """Folder of this run."""
+    threads: int = Field(0, ge=0)
+    """CPU threads of torch; 0 leaves its default."""
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+    """Besides ``metrics.jsonl``, which is always written."""
+    task: TaskConfig = TaskConfig()
+    """The task."""
+    warm_start: WarmStartConfig = WarmStartConfig()
+    """Supervised warm start."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Rollout sampling."""
+    rollout: EngineConfig = EngineConfig()
+    """Engine settings."""
+    train: TrainConfig = TrainConfig()
+    """Batching and bookkeeping."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer."""
+    loss: LossConfig = LossConfig()
+    """Loss and advantages."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Mismatch correction, the same in every arm of a comparison."""
+    eval: EvalConfig = EvalConfig()
+    """Evaluation."""
+
+
+def load(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a TOML file and apply overrides.
+
+    Args:
+        path: a TOML file, or ``None`` for the defaults.
+        overrides: strings ``a.b=value``; the value is TOML (``true``, ``3``, ``"text"``), a bare word is a string.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type or value; the message names the key and the nearest valid one.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ConfigError(f"config file {str(path)!r} does not exist") from error
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
+    for item in overrides:
+        _override(tree, item)
+    return parse(tree)
+
+
+def parse(tree: dict[str, Any]) -> Config:
+    """Validate a tree of plain values; raises :class:`ConfigError` with one sentence for the first fault."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from error
+
+
+def to_toml(config: Config) -> str:
+    """Write the resolved configuration as TOML that :func:`load` reads back to an equal tree."""
+    data = config.model_dump(mode="json")
+    lines = [f"{key} = {_toml(value)}" for key, value in data.items() if not isinstance(value, dict)]
+    for key, value in data.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{key}]"] + [f"{name} = {_toml(item)}" for name, item in value.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _override(tree: dict[str, Any], item: str) -> None:
+    key, separator, text = item.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"override {item!r} is not of the form a.b=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().split(".")
+    node = tree
+    for name in parents:
+        node = node.setdefault(name, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {item!r}: {name!r} is a value, not a table")
+    node[last] = value
+
+
+def _sentence(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    path = [str(part) for part in fault["loc"]]
+    key = ".".join(path)
+    if fault["type"] == "extra_forbidden":
+        return f"unknown config key {key!r}{suggest(path[-1], _fields(path[:-1]))}"
+    given = fault.get("input")
+    return f"config key {key!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}, got {given!r}"
+
+
+def _fields(path: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in path:
+        annotation = model.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _toml(value: Any) -> str:
+    # JSON scalars and arrays are valid TOML; only mappings differ.
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False)
