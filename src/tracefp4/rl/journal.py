@@ -1,0 +1,121 @@
+"""The record of a run: ``metrics.jsonl``, ``samples.jsonl`` and, by name, a tracker.
+
+One JSON object a line, flushed at once, so a run that dies keeps what it measured. On resume, lines at or after the step
+of the checkpoint are cut off: they will be measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tracefp4.errors import ConfigError
+
+
+class Tracker(Protocol):
+    """Something that takes scalars by name and step."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Record one step."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release."""
+        ...
+
+
+class Journal:
+    """Append-only record of one run.
+
+    Args:
+        folder: the run's folder.
+        tracker: additional destination.
+        from_step: drop recorded lines of this step and later ones (a resume).
+    """
+
+    def __init__(self, folder: Path, tracker: Tracker | None = None, from_step: int = 0) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._tracker = tracker
+        self._streams = {name: _open(folder / f"{name}.jsonl", from_step) for name in ("metrics", "samples")}
+
+    def metrics(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write one line of metrics; values that are not finite are refused by JSON and written as ``null``."""
+        line = {"step": step, "time": round(time.time(), 3)} | {key: _finite(value) for key, value in values.items()}
+        self._write("metrics", line)
+        if self._tracker is not None:
+            self._tracker.log({k: float(v) for k, v in values.items() if isinstance(v, int | float)}, step)
+
+    def sample(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write one generated sample with its reward."""
+        self._write("samples", {"step": step} | dict(values))
+
+    def close(self) -> None:
+        """Close the files and the tracker."""
+        for stream in self._streams.values():
+            stream.close()
+        if self._tracker is not None:
+            self._tracker.close()
+
+    def _write(self, name: str, line: Mapping[str, Any]) -> None:
+        self._streams[name].write(json.dumps(line, allow_nan=False, ensure_ascii=False) + "\n")
+        self._streams[name].flush()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All lines of a journal file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def make_tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker | None:
+    """The tracker called ``name``; raises :class:`ConfigError` when its package is not installed."""
+    if name == "none":
+        return None
+    try:
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+
+            return _TensorBoard(SummaryWriter(str(folder)))
+        module = __import__(name)
+    except ImportError as error:
+        raise ConfigError(f"tracker {name!r} is not installed; pip install {name}, or set tracker = 'none'") from error
+    return _Run(module.init(project="tracefp4", name=folder.name, config=dict(config)))
+
+
+class _TensorBoard:
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Run:
+    """wandb and trackio share this interface."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _open(path: Path, from_step: int) -> Any:
+    if path.exists():
+        kept = [line for line in read(path) if line["step"] < from_step]
+        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
+    return path.open("a", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,11 @@
+"""The trainer: a transformers model whose forward pass rounds as the rollout did.
+
+``batch``      micro-batches: right-padded token rows and the guidance that belongs to them
+``sites``      what the trainer does at each quantized tensor: fake quantization, guided where guidance exists
+``weights``    quantized weights, kept for as long as the weights do not change
+``policy``     token log-probabilities and entropies of a model bound to these sites
+``optimizer``  AdamW on FP32 master weights
+``checkpoint`` everything that an exact resume needs
+
+This package never imports ``rollout``: the two execution paths meet only in guidance.
+"""

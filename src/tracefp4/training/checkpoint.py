@@ -1,0 +1,109 @@
+"""Checkpoints: everything that an exact resume needs, in safetensors and JSON, with a hash of every file.
+
+A checkpoint is a folder ``step-000012`` holding ``model.safetensors`` (the bfloat16 weights), ``optimizer.safetensors``
+(FP32 masters and moments), ``state.json`` (step, weight version, config hash) and ``manifest.json`` (size and xxh3 hash of
+each file, written last). It is built in a temporary folder and renamed, so a checkpoint exists whole or not at all. A
+flipped bit in a safetensors file loads without an error; the manifest catches it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import xxhash
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tracefp4.errors import CheckpointError
+
+_FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """Counters of a run. Random numbers need no state: every draw is keyed by seed and step."""
+
+    step: int
+    weight_version: int
+    optimizer_steps: int
+    config_hash: str
+
+
+def save(root: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: TrainState, keep: int) -> Path:
+    """Write a checkpoint atomically and remove all but the newest ``keep``.
+
+    Args:
+        root: folder of the run's checkpoints.
+        model: bfloat16 weights by name, without duplicates of tied ones.
+        optimizer: masters and moments by name.
+        state: counters.
+        keep: complete checkpoints to keep.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    final = root / f"step-{state.step:06d}"
+    temporary = root / f".writing-{state.step:06d}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    save_file(_owned(model), temporary / "model.safetensors")
+    save_file(_owned(optimizer), temporary / "optimizer.safetensors")
+    (temporary / "state.json").write_text(json.dumps(asdict(state)), encoding="utf-8")
+    manifest = {name: {"bytes": (temporary / name).stat().st_size, "xxh3": _hash(temporary / name)} for name in _FILES}
+    (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    for old in complete(root)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def complete(root: Path) -> list[Path]:
+    """Finished checkpoints under ``root``, oldest first; interrupted ones do not count."""
+    return sorted(p for p in root.glob("step-*") if (p / "manifest.json").is_file())
+
+
+def load(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], TrainState]:
+    """Read a checkpoint after checking every file against the manifest.
+
+    Returns:
+        Model weights, optimizer tensors, counters (tensors on the CPU).
+
+    Raises:
+        CheckpointError: a file is missing, has another size or another hash; the message names it.
+    """
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {folder} has no readable manifest.json: {error}") from error
+    if sorted(manifest) != sorted(_FILES):
+        raise CheckpointError(f"checkpoint {folder}: manifest lists {sorted(manifest)}, expected {sorted(_FILES)}")
+    for name in _FILES:
+        file = folder / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint file {file} is missing")
+        if file.stat().st_size != manifest[name]["bytes"]:
+            raise CheckpointError(f"checkpoint file {file} has {file.stat().st_size} bytes, not {manifest[name]['bytes']}")
+        if _hash(file) != manifest[name]["xxh3"]:
+            raise CheckpointError(f"checkpoint file {file} was altered: its hash differs from the manifest")
+    state = TrainState(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
+    return load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors"), state
+
+
+def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().contiguous().cpu() for name, t in tensors.items()}
+
+
+def _hash(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
