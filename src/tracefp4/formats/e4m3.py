@@ -1,0 +1,41 @@
+"""E4M3 (``float8_e4m3fn``): the block scale of NVFP4 and the element of MXFP8.
+
+One sign bit, four exponent bits (bias 7), three mantissa bits. No infinities; ``0x7F`` and ``0xFF`` are NaN, the largest
+finite value is 448 (``0x7E``), the smallest normal ``2^-6``, the smallest subnormal ``2^-9`` (``0x01``). Block scales are
+never negative, so their bytes are ``0..126``, in the order of their values: neighbouring scales have neighbouring bytes.
+
+Source: OCP 8-bit floating point specification (OFP8) 1.0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX = 448.0
+"""Largest finite value, byte 126."""
+
+NAN = 127
+"""The positive NaN byte."""
+
+
+def encode(values: Tensor) -> Tensor:
+    """Round to nearest, ties to even, saturating at 448. NaN keeps its sign and becomes ``0x7F`` or ``0xFF``.
+
+    Args:
+        values: float32, any shape.
+
+    Returns:
+        uint8 bytes, same shape.
+    """
+    return values.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def decode(data: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of bytes, exact in float32, bfloat16 and float16.
+
+    Args:
+        data: uint8, any shape.
+        dtype: result type.
+    """
+    return data.view(torch.float8_e4m3fn).to(dtype)
