@@ -1,0 +1,149 @@
+"""The experts function: one forward pass for the routed experts of every family.
+
+Transformers calls ``f(module, hidden_states, top_k_index, top_k_weights)`` for the implementation that the configuration
+names, and passes the module that holds the stacked weights. Ours is registered as ``"tracefp4"`` and meets the two
+quantized tensors on the way::
+
+    x (T, H) -> site.enter -> gate_up, bias -> module._apply_gate -> h (P, I) -> site.middle -> down, bias -> (P, H)
+
+    y[t] = sum over slots k = 0..K-1 of  weight[t, k] * out[t, k]      float32, in slot order, rounded once
+
+The input is quantized once a token, before it is copied to its ``K`` experts, and ``middle`` sees one row for each pair
+(token, slot). The sum has a fixed order, with no atomic additions, so a batch gives the same bits each time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracefp4.errors import ModelError
+from tracefp4.models.linear import Dispatch, choose_strategy, dispatch, expert_linear
+from tracefp4.models.sites import ExpertsSite
+
+NAME = "tracefp4"
+"""Name of our implementations in the registries of transformers, and of the attribute that holds a site object."""
+
+
+def site_of(module: nn.Module) -> Any:
+    """Return the site object bound to ``module``.
+
+    Raises:
+        ModelError: nothing is bound.
+    """
+    site = getattr(module, NAME, None)
+    if site is None:
+        raise ModelError(
+            f"{type(module).__name__} uses the {NAME!r} implementation but has no site object; "
+            "call tracefp4.models.binding.bind(model, sites) first"
+        )
+    return site
+
+
+def check_experts(module: nn.Module, name: str) -> None:
+    """Refuse experts modules that this function does not compute.
+
+    Raises:
+        ModelError: a feature that changes the result, by name.
+    """
+    unsupported = {
+        "has_post_expert_norm": "a norm after each expert",
+        "_is_expert_parallel": "expert parallelism",
+    }
+    for flag, words in unsupported.items():
+        if getattr(module, flag, False):
+            raise ModelError(f"{name}: {words} ({flag}) is not supported")
+    if not getattr(module, "has_gate", True) or not hasattr(module, "_apply_gate"):
+        raise ModelError(f"{name}: experts without a gate, or without the transformers v5 experts interface, are not supported")
+    if not module.gate_up_proj.dtype.is_floating_point:
+        raise ModelError(f"{name}: weights are stored as {module.gate_up_proj.dtype}; load the model unquantized, in bfloat16")
+
+
+def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Compute the routed experts of one layer through its site object.
+
+    Args:
+        module: the experts module, bound.
+        hidden_states: ``(T, H)`` in the model's dtype.
+        top_k_index: ``(T, K)`` integer expert ids.
+        top_k_weights: ``(T, K)`` gate values, float.
+
+    Returns:
+        ``(T, H)`` in the dtype of ``hidden_states``.
+
+    Raises:
+        ModelError: unbound, or expert parallel.
+    """
+    site: ExpertsSite = site_of(module)
+    if getattr(module, "_is_expert_parallel", False):
+        raise ModelError("expert parallelism is not supported")
+    plan = _plan(module, site, hidden_states, top_k_index)
+    transposed = bool(getattr(module, "is_transposed", False))
+    up_bias, down_bias = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+
+    up, x_op = site.gate_up(module), site.enter(hidden_states)
+    gate_up = expert_linear(
+        hidden_states, module.gate_up_proj, x_op, up, up_bias, plan, per_token=True, transposed=transposed
+    )
+    h = module._apply_gate(gate_up)
+    down, h_op = site.down(module), site.middle(h, plan.pairs)
+    out = expert_linear(h, module.down_proj, h_op, down, down_bias, plan, per_token=False, transposed=transposed)
+    return _Combine.apply(out, top_k_weights, plan)
+
+
+def _plan(module: nn.Module, site: ExpertsSite, x: Tensor, index: Tensor) -> Dispatch:
+    """Choose the strategy; a site object may name one in an attribute ``strategy``."""
+    strategy = getattr(site, "strategy", "auto")
+    if strategy == "auto":
+        # A layer under gradient checkpointing first runs without gradients: the mode of the module tells, not grad mode.
+        training = module.training or torch.is_grad_enabled()
+        strategy = choose_strategy(x.shape[0], module.num_experts, x.device, training)
+    return dispatch(index, module.num_experts, strategy)
+
+
+class _Combine(torch.autograd.Function):
+    """Weighted sum of a token's expert outputs, in slot order."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
+        slots = _by_slot(out, plan)
+        ctx.save_for_backward(slots, weights)
+        ctx.plan = plan
+        wide = torch.float64 if out.dtype is torch.float64 else torch.float32
+        scale = weights.to(wide).unsqueeze(-1)
+        total = slots[:, 0].to(wide) * scale[:, 0]
+        for slot in range(1, plan.top_k):
+            total = torch.addcmul(total, slots[:, slot].to(wide), scale[:, slot])
+        return total.to(out.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        slots, weights = ctx.saved_tensors
+        wide = torch.float64 if grad.dtype is torch.float64 else torch.float32
+        grad = grad.to(wide)
+        grad_out = grad_weights = None
+        if ctx.needs_input_grad[0]:
+            pairs = ctx.plan.pairs
+            rows = grad[ctx.plan.tokens] * weights.to(wide).reshape(-1)[pairs].unsqueeze(-1)
+            grad_out = rows.to(slots.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weights = (slots.to(wide) * grad.unsqueeze(1)).sum(-1).to(weights.dtype)
+        return grad_out, grad_weights, None
+
+
+def _by_slot(out: Tensor, plan: Dispatch) -> Tensor:
+    """Return ``(T, K, H)`` from rows in the order of ``plan``."""
+    if plan.bounds is not None:
+        slots = torch.empty_like(out)
+        slots[plan.pairs] = out
+        out = slots
+    return out.view(plan.num_tokens, plan.top_k, -1)
+
+
+def register() -> None:
+    """Register :func:`experts_forward` with transformers under :data:`NAME`; again is harmless."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -1,0 +1,135 @@
+"""Router replay: using the rollout's experts while the router still learns.
+
+A router maps hidden states to ``(logits, weights, indices)``: for each token the ``K`` experts it chose and their gate
+values. Two forward passes of one model choose different experts for some tokens, because a rounding difference decides
+near ties. Replay takes the *indices* of the rollout; the gate values are computed again from the live logits at those
+indices, so the gradient reaches the router as if it had chosen them itself.
+
+Families differ in how gate values follow from logits. Rather than trusting a model's name, every rule below is tried on
+the router's own choice, and the one that reproduces the router's own weights is taken. A router that no rule explains is
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tracefp4.errors import ModelError
+from tracefp4.models.experts import site_of
+
+Rule = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""``(router, logits (T, E), indices (T, K)) -> weights (T, K)``."""
+
+
+def softmax_all(router: nn.Module, logits: Tensor, indices: Tensor) -> Tensor:
+    """Softmax over all experts in float32, then pick (Qwen3-MoE and OLMoE without ``norm_topk_prob``)."""
+    return torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, indices)
+
+
+def softmax_renormalised(router: nn.Module, logits: Tensor, indices: Tensor) -> Tensor:
+    """Softmax over all experts in float32, pick, divide by the sum (Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Mixtral)."""
+    weights = softmax_all(router, logits, indices)
+    return weights / weights.sum(dim=-1, keepdim=True)
+
+
+def softmax_chosen(router: nn.Module, logits: Tensor, indices: Tensor) -> Tensor:
+    """Softmax over the chosen logits, in their dtype (gpt-oss)."""
+    return torch.softmax(logits.gather(-1, indices), dim=-1)
+
+
+def sigmoid_scaled(router: nn.Module, logits: Tensor, indices: Tensor) -> Tensor:
+    """Sigmoid, pick, scale by a constant (DeepSeek-V3 and GLM4-MoE without ``norm_topk_prob``)."""
+    return logits.sigmoid().gather(-1, indices) * getattr(router, "routed_scaling_factor", 1.0)
+
+
+def sigmoid_renormalised(router: nn.Module, logits: Tensor, indices: Tensor) -> Tensor:
+    """Sigmoid, pick, divide by the sum, scale by a constant (DeepSeek-V3, GLM4-MoE)."""
+    weights = logits.sigmoid().gather(-1, indices)
+    return weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) * getattr(router, "routed_scaling_factor", 1.0)
+
+
+RULES: tuple[Rule, ...] = (softmax_renormalised, softmax_all, softmax_chosen, sigmoid_renormalised, sigmoid_scaled)
+
+
+def choose_rule(router: nn.Module, logits: Tensor, weights: Tensor, indices: Tensor, name: str) -> Rule:
+    """Return the rule that reproduces ``weights`` from ``logits`` at ``indices``.
+
+    Args:
+        router: the router, for its constants.
+        logits: ``(T, E)`` of some tokens.
+        weights: ``(T, K)`` that the router computed for them.
+        indices: ``(T, K)`` that it chose.
+        name: the router's name, for the message.
+
+    Raises:
+        ModelError: no rule reproduces them to four units in the last place of their dtype.
+    """
+    # Renormalised softmax and softmax of the chosen agree in exact arithmetic; the better fit in rounding decides, and
+    # the router of gpt-oss is told by its bias where even that is equal.
+    rules = sorted(RULES, key=lambda rule: rule is softmax_chosen, reverse=getattr(router, "bias", None) is not None)
+    scale = weights.float().abs().amax()
+    errors = [float((rule(router, logits, indices).to(weights.dtype) - weights).float().abs().amax()) for rule in rules]
+    best = min(range(len(rules)), key=errors.__getitem__)
+    tolerance = 4 * torch.finfo(weights.dtype).eps * float(scale)
+    if not errors[best] <= tolerance:
+        raise ModelError(
+            f"router {name} ({type(router).__name__}): none of the {len(rules)} known rules gives its weights from its "
+            f"logits (nearest: {rules[best].__name__}, off by {errors[best]:.3g}); its routes cannot be replayed"
+        )
+    return rules[best]
+
+
+def probe_rule(router: nn.Module, name: str, tokens: int = 64) -> Rule:
+    """Run ``router`` on random hidden states and choose its rule.
+
+    Raises:
+        ModelError: see :func:`choose_rule`, or a router that does not return ``(logits, weights, indices)``.
+    """
+    weight = router.weight
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, weight.shape[-1], generator=generator).to(weight.device, _input_dtype(router))
+    with torch.no_grad():
+        # The class's own forward: hooks of others must not see our random tokens.
+        output = type(router).forward(router, hidden)
+    if not isinstance(output, tuple) or len(output) != 3:
+        raise ModelError(f"router {name} ({type(router).__name__}) does not return (logits, weights, indices)")
+    return choose_rule(router, *output, name)
+
+
+def _input_dtype(router: nn.Module) -> torch.dtype:
+    """Dtype of the hidden states. A router kept in float32 widens its input itself."""
+    return router.weight.dtype
+
+
+def hook_router(router: nn.Module, name: str) -> RemovableHandle:
+    """Pass the choices of ``router`` through ``route`` of its site object, and gate values through the router's rule.
+
+    Args:
+        router: the router, bound.
+        name: its name, for messages.
+
+    Returns:
+        The handle that removes the hook.
+
+    Raises:
+        ModelError: see :func:`probe_rule`.
+    """
+    rule = probe_rule(router, name)
+
+    def replay(module: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+        logits, weights, own = output
+        chosen = site_of(module).route(own)
+        if chosen is None:
+            return None
+        if chosen.shape != own.shape:
+            raise ModelError(f"router {name}: replayed routes {tuple(chosen.shape)} for a choice of {tuple(own.shape)}")
+        chosen = chosen.to(own.device, own.dtype)
+        indices = torch.where((chosen < 0).any(dim=-1, keepdim=True), own, chosen)
+        return logits, rule(module, logits, indices).to(weights.dtype), indices
+
+    return router.register_forward_hook(replay)
