@@ -84,7 +84,7 @@ class LiveMetrics:
         total: steps of the whole run.
         columns: pairs of metric name and heading.
         console: where to write; standard error by default.
-        start: step that the run starts from (a resumed run).
+        start: steps that were finished before (a resumed run).
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class LiveMetrics:
     ) -> None:
         self._console = console or stderr_console()
         self._total = total
+        self._done = start
         self._columns = tuple(columns)
         self._seen: set[str] = set()
         self._rows: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_TABLE_ROWS)
@@ -118,18 +119,19 @@ class LiveMetrics:
             self._live = None
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show one finished step. ``step`` counts from 0, as in ``metrics.jsonl``; unknown metrics are not shown."""
+        """Show one finished step, under the number that it has in ``metrics.jsonl``; unknown metrics are not shown."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         shown = {name: metrics[name] for name, _ in self._columns if metrics.get(name) is not None}
         self._seen |= shown.keys()
+        self._done += 1
         self._rows.append((step, shown | {"seconds": seconds}))
-        self._progress.update(self._task, completed=step + 1)
+        self._progress.update(self._task, completed=self._done)
         if self._live is not None:
             self._live.update(self._render())
             return
         parts = [f"{heading} {number(shown[name])}" for name, heading in self._columns if name in shown]
-        self._line(f"step {step + 1}/{self._total}  " + "  ".join([*parts, duration(seconds)]))
+        self._line(f"step {step} ({self._done}/{self._total})  " + "  ".join([*parts, duration(seconds)]))
 
     def note(self, text: str) -> None:
         """Print a line that stays: an evaluation, a checkpoint, a warning."""
@@ -147,7 +149,7 @@ class LiveMetrics:
         table.add_column("s/step", justify="right", style="dim")
         for step, row in self._rows:
             cells = [number(row.get(name)) for name, _ in active]
-            table.add_row(str(step + 1), *cells, number(row["seconds"]))
+            table.add_row(str(step), *cells, number(row["seconds"]))
         return Group(table, self._progress) if self._rows else Group(Text("waiting for the first step"), self._progress)
 
 

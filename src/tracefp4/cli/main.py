@@ -76,7 +76,7 @@ def load_command(name: str) -> Any:
     entry = COMMANDS[name]
     target = getattr(importlib.import_module(entry.module), entry.attribute)
     if not isinstance(target, typer.Typer):
-        function, target = target, typer.Typer(add_completion=False)
+        function, target = target, typer.Typer(add_completion=False, rich_markup_mode=None)
         target.command(name=name)(function)
     command = typer.main.get_command(target)
     command.name = name
