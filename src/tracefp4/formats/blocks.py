@@ -1,7 +1,7 @@
 """Block quantization: the one implementation of every preset.
 
-A tensor ``x (..., D)`` becomes codes ``(..., D)``, block scales ``(..., D / B)`` and, in NVFP4, a global scale. The four
-steps are four functions, because guided rounding replaces some of them by what the rollout did::
+A tensor ``x (..., D)`` becomes codes ``(..., D)``, block scales ``(..., D / B)`` and, in NVFP4, a global scale. The
+four steps are four functions, because guided rounding replaces some of them by what the rollout did::
 
     g = global_scale(x)            from the largest magnitude of a row or tensor
     s = block_scales(x, g)         from the largest magnitude of each block, a byte
@@ -9,15 +9,22 @@ steps are four functions, because guided rounding replaces some of them by what 
     c = encode(z)                  the nearest code
 
 All arithmetic is fp32 and elementwise; maxima are exact in any order. So the result of a row depends on that row alone
-(scope ``token``), is bit-for-bit the same on CPU and CUDA, and never waits for the device. Two traps of eager PyTorch are
-avoided: ``scalar / tensor`` computes ``reciprocal * scalar``, and on CUDA ``tensor / scalar`` multiplies by the
-reciprocal. Every division here is between tensors, which is IEEE on both.
+(scope ``token``), is bit-for-bit the same on CPU and CUDA, and never waits for the device. Two traps of eager PyTorch
+are avoided: ``scalar / tensor`` computes ``reciprocal * scalar``, and on CUDA ``tensor / scalar`` multiplies by the
+reciprocal. Every division here is between tensors, which is IEEE on both. (``torch.compile`` may emit an approximate
+division; compile with ``torch._inductor.config.emulate_precision_casts`` and check against eager, or leave these
+functions out.)
+
+Non-finite values. An infinity counts as the largest finite float: its block gets the largest scale, it becomes +-6. A
+NaN gives its block the NaN scale byte (E4M3 ``0x7F``, E8M0 ``0xFF``), so that block decodes to NaN and the step that
+uses it fails loudly; it does not touch the global scale nor any other block. A block whose scale is zero has codes 0.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -25,6 +32,7 @@ from torch import Tensor
 from tracefp4.errors import FormatError
 from tracefp4.formats import e2m1, e4m3, e8m0
 from tracefp4.formats.numerics import Numerics
+from tracefp4.formats.tables import lookup, on_device
 
 FLT_MAX = torch.finfo(torch.float32).max
 _INT = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -36,9 +44,9 @@ _MAX_EXPONENT = 126
 class Quantized:
     """A quantized tensor, unpacked.
 
-    ``codes`` uint8 ``(..., D)``: E2M1 codes ``0..15``, or E4M3 bytes. ``scales`` uint8 ``(..., D / B)``. ``global_scale``
-    float32 in the numerics' primary form: ``(..., 1)`` for scope ``token``, broadcastable (``[]``, or ``(E, 1, 1)`` for
-    stacked weights) for scope ``tensor``, ``None`` for ``constant`` and ``none``.
+    ``codes`` uint8 ``(..., D)``: E2M1 codes ``0..15``, or E4M3 bytes. ``scales`` uint8 ``(..., D / B)``.
+    ``global_scale`` float32 in the numerics' primary form: ``(..., 1)`` for scope ``token``, broadcastable (``[]``, or
+    ``(E, 1, 1)`` for stacked weights) for scope ``tensor``, ``None`` for ``constant`` and ``none``.
     """
 
     codes: Tensor
@@ -52,14 +60,7 @@ class Quantized:
 
     def decode_scale(self) -> Tensor | None:
         """The FP32 global decode scale that multiplies the product; ``None`` stands for 1."""
-        n = self.numerics
-        if n.scope == "none" or (n.scope == "constant" and n.constant == 1.0):
-            return None
-        if n.scope == "constant":
-            return _fill(n.constant, self.scales)
-        if self.global_scale is None:
-            raise FormatError(f"Quantized tensor with numerics {n.name!r} has no global scale.")
-        return self.global_scale if n.global_form == "decode" else _inverse(self.global_scale)
+        return _forms(self.global_scale, self.numerics, self.scales)[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """``code x block scale x global scale`` ``(..., D)``, computed in fp32 and rounded once to ``dtype``."""
@@ -69,9 +70,20 @@ class Quantized:
 
     def _scaled(self, dtype: torch.dtype) -> Tensor:
         n = self.numerics
-        scales = decode_scales(self.scales, n, dtype)
-        values = e2m1.decode(self.codes, dtype) if n.element == "e2m1" else e4m3.decode(self.codes, dtype)
-        return _blocks(values, n).mul_(scales.unsqueeze(-1)).view(values.shape)
+        if n.element == "e4m3":
+            values = _blocks(e4m3.decode(self.codes, dtype), n)
+            return values.mul_(decode_scales(self.scales, n, dtype).unsqueeze(-1)).flatten(-2)
+        index = self.codes.to(torch.int32)
+        _blocks(index, n).bitwise_or_(self.scales.to(torch.int32).bitwise_left_shift_(4).unsqueeze(-1))
+        return lookup(on_device(product_table, index.device, n.scale_format, dtype), index)
+
+
+def product_table(scale_format: str, dtype: torch.dtype) -> Tensor:
+    """Every ``code x block scale`` at index ``scale byte * 16 + code``, exact in ``dtype``; ``(4096,)``."""
+    data = torch.arange(256, dtype=torch.uint8)
+    scales = (e4m3 if scale_format == "e4m3" else e8m0).decode(data)
+    codes = e2m1.decode(torch.arange(16, dtype=torch.uint8))
+    return (scales[:, None] * codes).to(dtype).reshape(-1)
 
 
 def quantize(x: Tensor, numerics: Numerics, global_scale: Tensor | None = None, *, per: int = 0) -> Quantized:
@@ -90,8 +102,8 @@ def quantize(x: Tensor, numerics: Numerics, global_scale: Tensor | None = None, 
     if global_scale is None:
         global_scale = _global_from_amax(amax, numerics, per)
     scales = _scales_from_amax(amax, global_scale, numerics)
-    z = normalize(x, scales, global_scale, numerics)
-    return Quantized(encode(z, numerics), scales, global_scale, numerics)
+    codes = encode(normalize(x, scales, global_scale, numerics), numerics)
+    return Quantized(clear_zero_blocks(codes, scales, numerics), scales, global_scale, numerics)
 
 
 def quantize_weight(w: Tensor, numerics: Numerics) -> Quantized:
@@ -110,9 +122,8 @@ def global_scale(x: Tensor, numerics: Numerics, *, per: int = 0) -> Tensor | Non
 
     Args:
         x: ``(..., D)``.
-        numerics: scope ``token`` gives ``(..., 1)``; ``tensor`` gives ``[]`` or, with ``per`` leading axes kept, ones for
-            all other axes; ``constant`` and ``none`` give ``None``.
-        per: see above.
+        numerics: scope ``token`` gives ``(..., 1)``; ``tensor`` gives ``[]``; ``constant`` and ``none`` give ``None``.
+        per: for scope ``tensor``, how many leading axes have a global scale each; the others become axes of size 1.
     """
     return _global_from_amax(block_amax(x, numerics), numerics, per)
 
@@ -132,23 +143,23 @@ def normalize(x: Tensor, scales: Tensor, global_scale: Tensor | None, numerics: 
         numerics: the quotient rule.
 
     Returns:
-        float32 ``(..., D)``; exactly ``+0`` where the block scale is 0, NaN where it is NaN.
+        float32 ``(..., D)``. Where the block scale is 0 it is 0 (of either sign, NaN if ``x`` is not finite), computed
+        without a division by zero; where the scale byte is NaN it is NaN.
     """
-    _check(x, numerics)
+    x = _checked(x, numerics)
     s = decode_scales(scales, numerics)
-    _, decode_scale = _forms(global_scale, numerics, s)
-    unit = s if decode_scale is None else s * decode_scale
-    zero = scales == 0 if numerics.scale_format == "e4m3" else None
-    if zero is not None:
-        unit = unit.masked_fill(zero, 1.0)
-    blocks = _blocks(x.float(), numerics)
-    if numerics.quotient == "reciprocal":
-        z = blocks * _inverse(unit).clamp_(max=FLT_MAX).unsqueeze(-1)
+    encode_scale, decode_scale = _forms(global_scale, numerics, s)
+    if encode_scale is None or decode_scale is None:
+        unit = s
     else:
-        z = blocks / unit.unsqueeze(-1)
-    if zero is not None:
-        z = z.masked_fill_(zero.unsqueeze(-1), 0.0)
-    return z.clamp_(-numerics.element_max, numerics.element_max).view(x.shape)
+        unit = torch.div(s, encode_scale) if numerics.quotient == "divide-ratio" else s * decode_scale
+    # Finite values over infinity are 0, and one pass over scales is cheaper than one over values.
+    unit = unit.masked_fill(scales == 0, torch.inf) if numerics.scale_format == "e4m3" else unit
+    if numerics.quotient == "reciprocal":
+        z = _blocks(x, numerics) * _inverse(unit).clamp_(max=FLT_MAX).unsqueeze(-1)
+    else:
+        z = _blocks(x, numerics) / unit.unsqueeze(-1)
+    return z.clamp_(-numerics.element_max, numerics.element_max).flatten(-2)
 
 
 def encode(z: Tensor, numerics: Numerics) -> Tensor:
@@ -156,6 +167,21 @@ def encode(z: Tensor, numerics: Numerics) -> Tensor:
     if numerics.element == "e4m3":
         return e4m3.encode(z)
     return e2m1.encode(z, numerics.ties, numerics.negative_zero)
+
+
+def clear_zero_blocks(codes: Tensor, scales: Tensor, numerics: Numerics) -> Tensor:
+    """Set the codes of blocks whose E4M3 scale is 0 to 0, in place: no negative zeros remain there.
+
+    Args:
+        codes: uint8 ``(..., D)``, contiguous.
+        scales: uint8 ``(..., D / B)``.
+        numerics: block size and scale format; E8M0 has no zero, so nothing happens.
+    """
+    if numerics.scale_format == "e4m3":
+        # Eight codes at a time: the mask is all ones or all zeros.
+        mask = (scales != 0).to(torch.int64).neg_().repeat_interleave(numerics.block // 8, dim=-1)
+        codes.view(torch.int64).bitwise_and_(mask)
+    return codes
 
 
 def decode_scales(scales: Tensor, numerics: Numerics, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -169,13 +195,14 @@ def block_amax(x: Tensor, numerics: Numerics) -> Tensor:
     The bit patterns of non-negative floats are ordered like their values, with NaN on top, so the maximum is taken over
     integers.
     """
-    _check(x, numerics)
+    x = _checked(x, numerics)
     kind = _INT[x.dtype]
     bits = _blocks(x.contiguous().view(kind).bitwise_and(torch.iinfo(kind).max), numerics)
     return bits.amax(-1).view(x.dtype).float()
 
 
-def _check(x: Tensor, numerics: Numerics) -> None:
+def _checked(x: Tensor, numerics: Numerics) -> Tensor:
+    """``x`` without its autograd history: rounding has no gradient, callers define one (straight-through)."""
     if x.dtype not in _INT:
         raise FormatError(f"Cannot quantize {x.dtype}; give bfloat16, float16 or float32.")
     if x.ndim == 0 or x.shape[-1] % numerics.block or x.shape[-1] == 0:
@@ -183,6 +210,7 @@ def _check(x: Tensor, numerics: Numerics) -> None:
             f"Last axis of shape {tuple(x.shape)} is no positive multiple of the block size {numerics.block} "
             f"of {numerics.name!r}."
         )
+    return x.detach()
 
 
 def _blocks(x: Tensor, numerics: Numerics) -> Tensor:
@@ -226,11 +254,13 @@ def _global_from_amax(amax: Tensor, numerics: Numerics, per: int) -> Tensor | No
     whole = _fill(448.0 * numerics.element_max, top)
     if numerics.global_rule == "pow2":
         return _power_of_two(top, numerics)
-    if numerics.global_form == "encode":
-        scale = torch.div(whole, top).clamp_(max=FLT_MAX)
-    else:
+    if numerics.global_form == "decode":
         scale = torch.div(top, whole)
-    return torch.where((top == 0) | (scale == 0), 1.0, scale)
+    elif numerics.global_rule == "amax-rcp":
+        scale = _inverse(top) * whole
+    else:
+        scale = torch.div(whole, top)
+    return torch.where((top == 0) | (scale == 0), 1.0, scale.clamp_(max=FLT_MAX))
 
 
 def _power_of_two(top: Tensor, numerics: Numerics) -> Tensor:
@@ -260,21 +290,22 @@ def _scales_from_amax(amax: Tensor, g: Tensor | None, numerics: Numerics) -> Ten
         value = torch.div(m, top) if rule == "block-first" else m * _inverse(top)
         value = value if encode_scale is None else value * encode_scale
     data = e4m3.encode(value.clamp(min=numerics.scale_floor) if numerics.scale_floor else value)
-    return torch.where((amax == 0) | (data == 0), _scale_byte(numerics.zero_scale), data).to(torch.uint8)
+    if numerics.zero_scale == 0.0 and numerics.scale_floor == 0.0:
+        return data
+    return data.masked_fill((amax == 0) | (data == 0), _byte(numerics.zero_scale, "e4m3"))
 
 
 def _e8m0_scales(amax: Tensor, numerics: Numerics) -> Tensor:
     power, top, half = (2, 0x400000, 0x600000) if numerics.element == "e2m1" else (8, 0x600000, 0x780000)
     data = e8m0.from_amax(amax, numerics.scale_rule, power, half if numerics.scale_rule == "half" else top)
-    floor = max(numerics.scale_floor, 2.0**-127)
-    return data.clamp_(min=_exponent_byte(floor))
+    if numerics.scale_floor:
+        data = data.clamp_(min=_byte(numerics.scale_floor, "e8m0"))
+    return data.masked_fill(amax == 0, _byte(numerics.zero_scale, "e8m0"))
 
 
-def _scale_byte(value: float) -> int:
-    """E4M3 byte of a constant that the format holds exactly."""
+@lru_cache(maxsize=64)
+def _byte(value: float, scale_format: str) -> int:
+    """Byte of a scale that its format holds exactly."""
+    if scale_format == "e8m0":
+        return math.frexp(value)[1] + 126
     return int(e4m3.encode(torch.tensor(value)))
-
-
-def _exponent_byte(value: float) -> int:
-    """E8M0 byte of a power of two."""
-    return math.frexp(value)[1] - 1 + 127

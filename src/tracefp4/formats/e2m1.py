@@ -68,7 +68,7 @@ def encode(z: Tensor, ties: str = "even", negative_zero: str = "keep") -> Tensor
     return lookup(on_device(encode_table, z.device, ties, negative_zero), classify(z))
 
 
-def encode_table(ties: str, negative_zero: str) -> np.ndarray:
+def encode_table(ties: str, negative_zero: str) -> Tensor:
     """Code of every class of floats (:mod:`tracefp4.formats.tables`), uint8 ``(16384,)``."""
 
     def decide(value: np.ndarray) -> np.ndarray:
@@ -95,12 +95,12 @@ def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         codes: uint8 ``0..15``, any shape.
         dtype: float32, bfloat16, float16 or float64.
     """
-    return lookup(on_device(decode_table, codes.device).to(dtype), codes.to(torch.int32))
+    return lookup(on_device(decode_table, codes.device, dtype), codes.to(torch.int32))
 
 
-def decode_table() -> np.ndarray:
-    """Values of the sixteen codes, float32 ``(16,)``."""
-    return np.array([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=np.float32)
+def decode_table(dtype: torch.dtype) -> Tensor:
+    """Values of the sixteen codes, ``(16,)``."""
+    return torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=dtype)
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -141,10 +141,11 @@ def bracket(z: Tensor) -> tuple[Tensor, Tensor]:
         ``(lower, upper)`` uint8 codes, lower and upper by magnitude.
     """
     cell = classify(z)
-    return tuple(lookup(on_device(bracket_table, z.device, end), cell) for end in ("lower", "upper"))  # type: ignore[return-value]
+    lower = lookup(on_device(bracket_table, z.device, "lower"), cell)
+    return lower, lookup(on_device(bracket_table, z.device, "upper"), cell)
 
 
-def bracket_table(end: str) -> np.ndarray:
+def bracket_table(end: str) -> Tensor:
     """Code of one end of the bracket of every class of floats, uint8 ``(16384,)``."""
 
     def decide(value: np.ndarray) -> np.ndarray:

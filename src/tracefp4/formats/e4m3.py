@@ -1,8 +1,9 @@
 """E4M3 (``float8_e4m3fn``): the block scale of NVFP4 and the element of MXFP8.
 
-One sign bit, four exponent bits (bias 7), three mantissa bits. No infinities; ``0x7F`` and ``0xFF`` are NaN, the largest
-finite value is 448 (``0x7E``), the smallest normal ``2^-6``, the smallest subnormal ``2^-9`` (``0x01``). Block scales are
-never negative, so their bytes are ``0..126``, in the order of their values: neighbouring scales have neighbouring bytes.
+One sign bit, four exponent bits (bias 7), three mantissa bits. No infinities; ``0x7F`` and ``0xFF`` are NaN, the
+largest finite value is 448 (``0x7E``), the smallest normal ``2^-6``, the smallest subnormal ``2^-9`` (``0x01``).
+Block scales are never negative, so their bytes are ``0..126``, in the order of their values: neighbouring scales have
+neighbouring bytes.
 
 Source: OCP 8-bit floating point specification (OFP8) 1.0.
 """

@@ -1,10 +1,11 @@
 """MXFP4: thirty-two E2M1 codes and one power of two.
 
-The OCP microscaling formats use a bare exponent as block scale (E8M0) and nothing above it: 4 + 8/32 = 4.25 bits a value.
-The range of the scale is that of float32, so no global scale is needed; its resolution is a factor of two, so the largest
-value of a block lands anywhere in a factor of two below the end of the grid, or is clipped.
+The OCP microscaling formats use a bare exponent as block scale (E8M0) and nothing above it: 4 + 8/32 = 4.25 bits a
+value. The range of the scale is that of float32, so no global scale is needed; its resolution is a factor of two, so
+the largest value of a block lands anywhere in a factor of two below the end of the grid, or is clipped.
 
-bfloat16 values divided by powers of two hit the midpoints of the grid often, so the tie rule matters more than in NVFP4.
+bfloat16 values divided by powers of two hit the midpoints of the grid often, so the tie rule matters more than in
+NVFP4.
 ``code x scale`` is exact in bfloat16 except where it overflows (scales ``2^126`` and ``2^127``).
 
 Sources: OCP Microscaling Formats (MX) v1.0, section 6.3; FlashInfer 0.7.4; compressed-tensors 0.20.1

@@ -1,6 +1,7 @@
 """A spec says how a model is deployed: which numerics its weights, activations and KV cache have.
 
-One base numerics (``nvfp4-te`` by default) fixes the arithmetic; the three uses differ only in what shares a global scale:
+One base numerics (``nvfp4-te`` by default) fixes the arithmetic; the three uses differ only in what shares a global
+scale:
 
 ``weights``      one per expert tensor, known long before use; gate and up share it because they are one tensor
 ``activations``  one per row, computed on the fly, so that a token's result does not depend on its batch
@@ -60,8 +61,8 @@ def get_spec(name: str, numerics: str = DEFAULT_NVFP4, *, kv: str | None = None)
 
     Args:
         name: one of :data:`SPECS`.
-        numerics: preset that the FP4 tensors follow. An MXFP4 spec takes an ``mxfp4`` preset; the default, which names an
-            NVFP4 formula, means ``mxfp4-ceil`` there.
+        numerics: preset that the FP4 tensors follow. An MXFP4 spec takes an ``mxfp4`` preset; the default names an
+            NVFP4 formula and means ``mxfp4-ceil`` there.
         kv: another preset for the KV cache, such as ``sglang-kv-mx``.
 
     Raises:
@@ -70,18 +71,14 @@ def get_spec(name: str, numerics: str = DEFAULT_NVFP4, *, kv: str | None = None)
     if name not in _SPECS:
         raise FormatError(f"Unknown spec {name!r}{suggest(name, SPECS)}.")
     weights, activations, cache = _SPECS[name]
-    family = weights or cache
-    base = _base(name, family, numerics)
-    kv_base = get_numerics(kv) if kv else base
+    base = _base(name, weights or cache, numerics)
+    uses = {"nvfp4": base, "mxfp4": base, "mxfp8": get_numerics("mxfp8"), None: None}
+    cached = get_numerics(kv) if kv and cache else uses[cache]
     return Spec(
         name,
-        weights=_scoped(base, "tensor", "weight") if weights else None,
-        activations=get_numerics("mxfp8")
-        if activations == "mxfp8"
-        else _scoped(base, "token", "")
-        if activations
-        else None,
-        kv=_scoped(kv_base, "constant", "kv") if cache else None,
+        weights=_scoped(uses[weights], "tensor", "weight"),
+        activations=_scoped(uses[activations], "token", "activation"),
+        kv=_scoped(cached, "constant", "kv"),
     )
 
 
@@ -98,8 +95,8 @@ def _base(spec: str, family: str | None, numerics: str) -> Numerics:
     return base
 
 
-def _scoped(base: Numerics, scope: Scope, use: str) -> Numerics:
+def _scoped(base: Numerics | None, scope: Scope, use: str) -> Numerics | None:
     """``base`` with another scope of its global scale; MX formats have none and stay as they are."""
-    if base.scope in ("none", scope):
+    if base is None or base.scope in ("none", scope):
         return base
-    return replace(base, name=f"{base.name}/{use or scope}", scope=scope)
+    return replace(base, name=f"{base.name}/{use}", scope=scope)

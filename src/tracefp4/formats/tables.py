@@ -49,7 +49,7 @@ def representatives() -> np.ndarray:
     return np.stack([exact, inside], axis=1).reshape(-1)
 
 
-def build(decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def build(decide: Callable[[np.ndarray], np.ndarray]) -> Tensor:
     """Tabulate a decision over all classes.
 
     Args:
@@ -58,7 +58,7 @@ def build(decide: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     Returns:
         ``(16384,)`` uint8.
     """
-    return decide(representatives()).astype(np.uint8)
+    return torch.from_numpy(decide(representatives()).astype(np.uint8))
 
 
 def lookup(table: Tensor, index: Tensor) -> Tensor:
@@ -67,12 +67,15 @@ def lookup(table: Tensor, index: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def on_device(make: Callable[..., np.ndarray], device: torch.device, *args: object) -> Tensor:
+def on_device(make: Callable[..., Tensor], device: torch.device, *args: object) -> Tensor:
     """The table ``make(*args)`` as a tensor on ``device``, made once.
 
+    The first use on a device copies from the host, so warm up before capturing a CUDA graph.
+
     Args:
-        make: a module-level function that returns the table as a numpy array.
+        make: a module-level function that returns the table.
         device: where the table will be read.
         args: hashable arguments of ``make``.
     """
-    return torch.from_numpy(make(*args)).to(device)
+    with torch.inference_mode(False):  # a table made in inference mode could not be used in training
+        return make(*args).to(device)

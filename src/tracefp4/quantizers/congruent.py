@@ -1,10 +1,10 @@
 """Congruent scales: a block scale in two or three bits.
 
-Trainer and rollout compute the same block scale from slightly different values, so their bytes are equal or neighbours.
-Scale bytes are ordered like their values, so it is enough to send the byte modulo 4 or 8: the trainer computes its own
-byte, under the *rollout's* global scale, and takes the nearest byte with the recorded residue. That is the rollout's byte
-whenever the two differ by less than half the period. When they differ by more the result is wrong without a sign of it,
-which is why a checksum of the whole bytes travels along (:mod:`tracefp4.guidance`).
+Trainer and rollout compute the same block scale from slightly different values, so their bytes are equal or
+neighbours. Scale bytes are ordered like their values, so it is enough to send the byte modulo 4 or 8: the trainer
+computes its own byte, under the *rollout's* global scale, and takes the nearest byte with the recorded residue. That
+is the rollout's byte whenever the two differ by less than half the period. When they differ by more the result is
+wrong without a sign of it, which is why a checksum of the whole bytes travels along (:mod:`tracefp4.guidance`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Guided rounding: the trainer rounds as the rollout did.
 
-At a site the rollout used scale ``s`` and codes ``q_roll``. The trainer computed its own value ``x`` for the same token,
-nearly equal. Rounded to nearest, two nearly equal values can still end one grid step apart, and a step is a sixth to a
-half of the value. Guidance removes that::
+At a site the rollout used scale ``s`` and codes ``q_roll``. The trainer computed its own value ``x`` for the same
+token, nearly equal. Rounded to nearest, two nearly equal values can still end one grid step apart, and a step is a
+third to a half of the value. Guidance removes that::
 
     z = clip(x / s, -6, 6)       in units of the rollout's scale
     q-, q+                       the two FP4 neighbours of z
@@ -11,23 +11,24 @@ half of the value. Guidance removes that::
 
 What names a neighbour. Codes ``k`` and ``k + 1`` are adjacent magnitudes:
 
-``bits=4``  the whole code: the end nearer to ``q_roll``. Only here ``|q* - q_roll| <= |round(z) - q_roll|`` is certain.
+``bits=4``  the whole code: the end nearer to ``q_roll``. Only here ``|q* - q_roll| <= |round(z) - q_roll|`` is sure.
 ``bits=3``  the magnitude, taken with the sign of ``z``: the end nearer to it.
-``bits=2``  ``k mod 4``: the end congruent to it; if neither is, the nearest congruent magnitude to ``z`` (of two equally
-            near, the smaller), projected onto the bracket.
+``bits=2``  ``k mod 4``: the end congruent to it; if neither is, the nearest congruent magnitude to ``z`` (of two
+            equally near, the smaller), projected onto the bracket.
 ``bits=1``  ``k mod 2``, the mantissa bit: adjacent magnitudes alternate, so it names exactly one end.
 
-Edges. ``|z| = 6``, also after the clip, has the bracket 4, 6. A ``z`` exactly on a grid point below 6 is its own bracket
-and stays, whatever was recorded (:func:`tracefp4.quantizers.stats.on_grid` counts those). Where the rollout's block scale
-is 0, ``z`` is 0. A NaN of the trainer's marks its block (scale byte NaN) instead of being rounded to something finite.
+Edges. ``|z| = 6``, also after the clip, has the bracket 4, 6. A ``z`` exactly on a grid point below 6 is its own
+bracket and stays, whatever was recorded (:func:`tracefp4.quantizers.stats.on_grid` finds those). Where the rollout's
+block scale is 0, the code is 0. A NaN of the trainer's marks its block (scale byte NaN) instead of being rounded to
+something finite.
 
 Other decoders. ``nearest``: the congruent magnitude nearest to ``z`` in the whole codebook. ``map``: the one whose
 rounding cell is nearest, which is the most probable code under a small symmetric error. ``replay``: the recorded code,
 whatever ``z`` is (4 bits). The first two keep the sign of ``z``, and with 4 bits they are ``replay``.
 
-A decision depends on ``z`` only through comparisons with a few dyadic thresholds, so it is tabulated from the definition:
-class of ``z`` -> cell, (cell, recorded bits) -> code (:mod:`tracefp4.formats.tables`). Distances matter inside a bracket
-too: under ``bits=2`` the nearest congruent magnitude changes at 3.75, inside [3, 4].
+A decision depends on ``z`` only through comparisons with a few dyadic thresholds, so it is tabulated from the
+definition: class of ``z`` to cell, then (cell, recorded bits) to code (:mod:`tracefp4.formats.tables`). Distances
+matter inside a bracket too: under ``bits=2`` the nearest congruent magnitude changes at 3.75, inside [3, 4].
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from tracefp4.errors import FormatError, suggest
 from tracefp4.formats import e4m3, e8m0
-from tracefp4.formats.blocks import Quantized, block_scales, normalize
+from tracefp4.formats.blocks import Quantized, block_scales, clear_zero_blocks, normalize
 from tracefp4.formats.e2m1 import MAGNITUDES
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.tables import classify, lookup, on_device, representatives
@@ -54,9 +55,9 @@ DECODERS = ("bracket", "nearest", "map", "replay")
 class Outcome:
     """What was kept of the rollout's quantization of one tensor.
 
-    ``low`` uint8 ``(..., D)``: the low ``bits`` (1 to 4) bits of each code. ``scales`` uint8 ``(..., D / B)``: whole bytes
-    when ``scale_bits`` is 8, else their low 2 or 3 bits. ``global_scale`` float32 ``(..., 1)`` in primary form, ``None``
-    where the numerics has a constant or none.
+    ``low`` uint8 ``(..., D)``: the low ``bits`` (1 to 4) bits of each code. ``scales`` uint8 ``(..., D / B)``: whole
+    bytes when ``scale_bits`` is 8, else their low 2 or 3 bits. ``global_scale`` float32 ``(..., 1)`` in primary form,
+    ``None`` where the numerics has a constant or none.
     """
 
     low: Tensor
@@ -107,7 +108,7 @@ def quantize_guided(x: Tensor, outcome: Outcome, numerics: Numerics, decoder: st
     _check_shapes(x, outcome, numerics)
     scales = rollout_scales(x, outcome, numerics)
     z = normalize(x, scales, outcome.global_scale, numerics)
-    codes = choose(z, outcome.low, outcome.bits, decoder)
+    codes = clear_zero_blocks(choose(z, outcome.low, outcome.bits, decoder), scales, numerics)
     # After the clip a sum is NaN only if a value is; then the block decodes to NaN instead of to a finite guess.
     broken = z.unflatten(-1, (-1, numerics.block)).sum(-1).isnan()
     nan = e4m3.NAN if numerics.scale_format == "e4m3" else e8m0.NAN
@@ -123,14 +124,14 @@ def rollout_scales(x: Tensor, outcome: Outcome, numerics: Numerics) -> Tensor:
     return restore_scales(own, outcome.scales, outcome.scale_bits, largest)
 
 
-def cell_table(bits: int, decoder: str) -> np.ndarray:
+def cell_table(bits: int, decoder: str) -> Tensor:
     """Cell of every class of floats: classes in one cell decide alike. uint8 ``(16384,)``."""
-    return _decisions(bits, decoder)[1].astype(np.uint8)
+    return torch.from_numpy(_decisions(bits, decoder)[1].astype(np.uint8))
 
 
-def code_table(bits: int, decoder: str) -> np.ndarray:
+def code_table(bits: int, decoder: str) -> Tensor:
     """Code for each ``(cell, recorded bits)``, flat, uint8."""
-    return _decisions(bits, decoder)[0].reshape(-1)
+    return torch.from_numpy(_decisions(bits, decoder)[0].reshape(-1))
 
 
 def _decisions(bits: int, decoder: str) -> tuple[np.ndarray, np.ndarray]:
@@ -205,8 +206,8 @@ def _check_shapes(x: Tensor, outcome: Outcome, numerics: Numerics) -> None:
     blocks = (*x.shape[:-1], x.shape[-1] // numerics.block) if x.ndim else ()
     if outcome.low.shape != x.shape or tuple(outcome.scales.shape) != blocks:
         raise FormatError(
-            f"Guidance of shape {tuple(outcome.low.shape)} with scales {tuple(outcome.scales.shape)} does not fit values "
-            f"{tuple(x.shape)} in blocks of {numerics.block}."
+            f"Guidance of shape {tuple(outcome.low.shape)} with scales {tuple(outcome.scales.shape)} does not fit "
+            f"values {tuple(x.shape)} in blocks of {numerics.block}."
         )
     if outcome.scale_bits not in (2, 3, 8):
         raise FormatError(f"Scales travel in 2, 3 or 8 bits, got {outcome.scale_bits}.")
