@@ -1,0 +1,104 @@
+"""Where frames lie between the engine that records them and the trainer that needs them.
+
+A batch carries a :class:`~tracefp4.core.Handle`; the bytes stay in a store until the micro-batch that needs them is
+built, and those of samples that train nothing are deleted unread. A store keeps bytes under keys and knows nothing of
+their content. Rules that every store keeps:
+
+* ``put`` of an existing key with equal bytes changes nothing (a repeated message is harmless); other bytes are refused.
+* ``get`` returns a read-only view, and only if as many bytes are there as the handle says.
+* What is missing raises :class:`~tracefp4.errors.GuidanceMissing`; nothing is made up.
+* Keys are file names on every system: letters, digits and ``. _ : @ # = + -``, the first a letter or digit, at most
+  160. :func:`make_key` makes one of anything.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+import xxhash
+
+from tracefp4.core import Handle
+from tracefp4.errors import GuidanceError
+
+Data = bytes | bytearray | memoryview
+"""What can be put into a store."""
+
+MAX_KEY = 160
+_KEY = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:@#=+-]{{0,{MAX_KEY - 1}}}")
+
+
+class Store(Protocol):
+    """Keeps frames under keys."""
+
+    @property
+    def name(self) -> str:
+        """Name that handles carry."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept at the moment."""
+        ...
+
+    def put(self, key: str, data: Data) -> Handle:
+        """Keep ``data`` under ``key``.
+
+        Raises:
+            GuidanceError: the key is malformed or holds other bytes, or there is no room; nothing has changed then.
+        """
+        ...
+
+    def get(self, handle: Handle) -> memoryview:
+        """The bytes of a handle, read-only, valid for as long as the view lives.
+
+        Raises:
+            GuidanceMissing: nothing is kept under this handle.
+            GuidanceCorrupt: another number of bytes than the handle says.
+        """
+        ...
+
+    def delete(self, handle: Handle) -> None:
+        """Forget a frame. Raises :class:`~tracefp4.errors.GuidanceMissing` if it is not there."""
+        ...
+
+    def keys(self) -> tuple[str, ...]:
+        """Keys at the moment, sorted."""
+        ...
+
+    def clear(self) -> None:
+        """Forget every frame."""
+        ...
+
+    def close(self) -> None:
+        """Release what the store holds. Views taken before stay readable; every later call is refused."""
+        ...
+
+
+def check_key(key: str) -> str:
+    """Return ``key`` if it is one.
+
+    Raises:
+        GuidanceError: it is not; the message offers one.
+    """
+    if not _KEY.fullmatch(key):
+        raise GuidanceError(f"{key[:80]!r} is not a key of a store (did you mean {make_key(key)[:80]!r}?)")
+    return key
+
+
+def make_key(*parts: object) -> str:
+    """A key made of anything, different for different parts: other characters become ``=hex`` and parts join with ``.``.
+
+    A key that would be too long ends in a hash of the whole instead.
+    """
+    key = ".".join(re.sub(r"[^A-Za-z0-9_:@#+-]", _escape, str(part)) for part in parts)
+    if not key[:1].isalnum():
+        key = f"0={key}"
+    if len(key) <= MAX_KEY:
+        return key
+    digest = xxhash.xxh3_128_hexdigest("\x1f".join(map(str, parts)).encode())
+    return f"{key[: MAX_KEY - 34]}=={digest}"
+
+
+def _escape(match: re.Match[str]) -> str:
+    return f"={ord(match.group()):x}="
