@@ -112,9 +112,14 @@ class _Run:
 
 def _open(path: Path, from_step: int) -> Any:
     if path.exists():
-        kept = [line for line in read(path) if line["step"] < from_step]
+        kept = [line for line in read(path) if line["step"] < from_step or _evaluation_at(line, from_step)]
         path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
     return path.open("a", encoding="utf-8")
+
+
+def _evaluation_at(line: Mapping[str, Any], step: int) -> bool:
+    """An evaluation after ``step`` finished steps carries that number, as does the next training step's line."""
+    return line["step"] == step and any(key.startswith("eval/") for key in line)
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,206 @@
+"""``measure``: how far apart rollout and trainer are on a given model, and what each plan of guidance would change.
+
+One engine generates with FP4 and records whole codes (4 bits, every site); a second one generates in BF16. Then the same
+tokens are scored by one trainer after another:
+
+``bf16_floor``   BF16 rollout, BF16 trainer: what two correct bfloat16 paths differ by
+``fp4_vs_bf16``  FP4 rollout, BF16 trainer: quantization on one side only
+``qat``          FP4 rollout, FP4 trainer with its own roundings
+``guided``       FP4 rollout, FP4 trainer guided by a plan; lower-bit plans are cut from the recorded whole codes
+
+Expert routes are replayed in every row unless it says otherwise, so routing is not what differs. Intervals resample
+prompts, because tokens of one prompt are not independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from tracefp4.core import Rollout, SiteShape
+from tracefp4.evaluation.gap import Scored, score
+from tracefp4.formats.spec import Spec, get_spec
+from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.record import Record, restrict
+from tracefp4.guidance.sizes import bytes_per_token
+from tracefp4.models.binding import bind, unbind
+from tracefp4.models.layout import describe
+from tracefp4.rl.statistics import cluster_sums, ratio_bootstrap
+from tracefp4.training.observe import Observer
+from tracefp4.training.sites import TrainerSites
+
+FULL_PLAN = "r4-all+mid"
+"""Everything that can be recorded; every other plan is a part of it."""
+
+DEFAULT_ROWS: tuple[tuple[str, str], ...] = (
+    ("r4-all+mid", "replay"),
+    ("r4-all+mid", "bracket"),
+    ("r3-all+mid", "bracket"),
+    ("r2-all+mid", "bracket"),
+    ("r1-all+mid", "bracket"),
+    ("r1-all+mid", "nearest"),
+    ("r1-all+mid", "map"),
+    ("r1-all+mid/s3", "bracket"),
+    ("r1-all+mid/s2", "bracket"),
+    ("r1-all", "bracket"),
+    ("r2-all", "bracket"),
+    ("r1-all:kv", "bracket"),
+    ("r1-half", "bracket"),
+)
+"""Plan and decoder of each guided row; ``half`` stands for the deepest half, the paper's depth."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One trainer on one set of rollouts."""
+
+    name: str
+    plan: str | None
+    decoder: str | None
+    route_replay: bool
+    k3: float
+    k3_ci: tuple[float | None, float | None]
+    mean_abs: float
+    max: float
+    min: float
+    p999: float
+    wrong_code_rate: float | None
+    bytes_per_token: float | None
+
+
+@dataclass(slots=True)
+class Measurement:
+    """Everything that one ``measure`` found."""
+
+    model: str
+    spec: str
+    numerics: str
+    device: str
+    tokens: int
+    prompts: int
+    rows: list[Row] = field(default_factory=list)
+    sites: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+
+def gap_row(
+    name: str, scored: Scored, prompts: Sequence[int], *, plan: str | None, decoder: str | None, replay: bool, size: float | None
+) -> Row:
+    """Summarise deltas into a row; ``prompts`` gives the prompt number of each rollout."""
+    delta = scored.all
+    k3 = np.expm1(delta) - delta
+    clusters = np.repeat(np.asarray(prompts), [len(d) for d in scored.deltas])
+    interval = ratio_bootstrap(*cluster_sums(k3, clusters))
+    totals = scored.observer.totals()
+    return Row(
+        name=name,
+        plan=plan,
+        decoder=decoder,
+        route_replay=replay,
+        k3=interval.estimate,
+        k3_ci=(interval.low, interval.high),
+        mean_abs=float(np.abs(delta).mean()),
+        max=float(delta.max()),
+        min=float(delta.min()),
+        p999=float(np.quantile(np.abs(delta), 0.999)),
+        wrong_code_rate=totals.get("wrong_code_rate"),
+        bytes_per_token=size,
+    )
+
+
+class Gauge:
+    """Scores finished rollouts with one trainer after another.
+
+    Args:
+        model: the policy; bound and unbound for each trainer.
+        spec: the deployed spec.
+        temperature: of the rollouts.
+        micro_tokens: padded rows a forward.
+        note: called with a line when a row is done.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: Spec,
+        *,
+        temperature: float = 1.0,
+        micro_tokens: int = 16384,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.model, self.spec, self.layout = model, spec, describe(model)
+        self.shapes: tuple[SiteShape, ...] = self.layout.site_shapes(spec)
+        self._temperature, self._micro_tokens, self._note = temperature, micro_tokens, note
+        self.rows: list[Row] = []
+        self.sites: list[dict[str, Any]] = []
+
+    def floor(self, rollouts: Sequence[Rollout]) -> None:
+        """Score BF16 rollouts with a BF16 trainer."""
+        self._score("bf16_floor", get_spec("bf16"), rollouts)
+
+    def unguided(self, rollouts: Sequence[Rollout], truth: Sequence[Record], replay: bool = True) -> None:
+        """Score FP4 rollouts with a BF16 and with a QAT trainer."""
+        if replay:
+            self._score("fp4_vs_bf16", get_spec("bf16"), rollouts)
+        self._score("qat", self.spec, rollouts, truth=truth, replay=replay)
+
+    def guided(
+        self, rollouts: Sequence[Rollout], truth: Sequence[Record], plan: Plan, decoder: str, replay: bool = True
+    ) -> None:
+        """Score FP4 rollouts with a trainer guided by ``plan``, cut from the whole codes in ``truth``."""
+        part = [restrict(record, plan, self.shapes, self.layout.num_layers) for record in truth]
+        size = bytes_per_token(plan, self.shapes, self.layout.num_layers)
+        self._score(
+            "guided", self.spec, rollouts, guidance=part, truth=truth, plan=str(plan), decoder=decoder, replay=replay, size=size
+        )
+
+    def _score(
+        self,
+        name: str,
+        spec: Spec,
+        rollouts: Sequence[Rollout],
+        *,
+        guidance: Sequence[Record] | None = None,
+        truth: Sequence[Record] | None = None,
+        plan: str | None = None,
+        decoder: str | None = None,
+        replay: bool = True,
+        size: float | None = None,
+    ) -> None:
+        sites = TrainerSites(self.layout, spec, decoder or "bracket")
+        bind(self.model, sites)
+        try:
+            scored = score(
+                self.model,
+                sites,
+                rollouts,
+                guidance=guidance,
+                truth=truth,
+                replay=replay,
+                temperature=self._temperature,
+                micro_tokens=self._micro_tokens,
+            )
+        finally:
+            unbind(self.model)
+        prompts = _prompt_numbers(rollouts)
+        row = gap_row(name, scored, prompts, plan=plan, decoder=decoder, replay=replay, size=size)
+        self.rows.append(row)
+        self.sites += _site_rows(name, plan, decoder, scored.observer) if replay else []
+        self._note(f"{name} {plan or ''} {decoder or ''}: k3 {row.k3:.3g}, mean |dlogp| {row.mean_abs:.3g}")
+
+
+def _prompt_numbers(rollouts: Sequence[Rollout]) -> list[int]:
+    numbers: dict[tuple[int, ...], int] = {}
+    return [numbers.setdefault(r.prompt_ids, len(numbers)) for r in rollouts]
+
+
+def _site_rows(name: str, plan: str | None, decoder: str | None, observer: Observer) -> list[dict[str, Any]]:
+    head = {"row": name, "plan": plan, "decoder": decoder}
+    return [head | {"layer": site.layer, "kind": str(site.kind)} | found for site, found in observer.by_site().items()]

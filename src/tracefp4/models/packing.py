@@ -1,0 +1,93 @@
+"""Packed expert weights and their checksum: the proof that two sides quantize the same weights.
+
+Weights need no guidance. Both sides quantize the bfloat16 weights that the forward pass uses with the same numerics, so
+the packed bytes are equal, and one checksum over them shows it after every sync. The checksum covers every tensor of the
+model: quantized ones as packed codes, block scales and global scales, all others as their raw bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from tracefp4.formats import e2m1
+from tracefp4.formats.blocks import Quantized, quantize_weight
+from tracefp4.formats.numerics import Numerics
+from tracefp4.models.layout import ModelLayout
+from tracefp4.models.sites import Operand
+
+
+@dataclass(slots=True)
+class PackedWeight:
+    """One expert projection of one layer: ``E`` matrices ``(out, in)``, contraction axis last."""
+
+    codes: Tensor
+    """``(E, out, in / 2)`` uint8, two codes a byte, low nibble first."""
+    scales: Tensor
+    """``(E, out, in / block)`` uint8 block scales."""
+    global_scale: Tensor | None
+    """``(E, 1, 1)`` float32 in the numerics' primary form."""
+    numerics: Numerics
+
+    def operand(self) -> Operand:
+        """The weight as a matrix multiplication takes it: exact bfloat16 values and one FP32 scale an expert."""
+        q = Quantized(e2m1.unpack(self.codes), self.scales, self.global_scale, self.numerics)
+        scale = q.decode_scale()
+        return Operand(q.operand(), None if scale is None else scale.reshape(-1))
+
+    def parts(self) -> Iterator[Tensor]:
+        """The stored tensors in a fixed order."""
+        yield self.codes
+        yield self.scales
+        if self.global_scale is not None:
+            yield self.global_scale
+
+
+def pack_weight(weight: Tensor, numerics: Numerics, *, transposed: bool = False) -> PackedWeight:
+    """Quantize one stacked expert weight.
+
+    Args:
+        weight: ``(E, out, in)`` bfloat16, or ``(E, in, out)`` when ``transposed`` (gpt-oss).
+        numerics: the spec's weight numerics.
+        transposed: whether the contraction axis is the middle one.
+    """
+    matrix = weight.transpose(1, 2).contiguous() if transposed else weight
+    q = quantize_weight(matrix.detach(), numerics)
+    return PackedWeight(e2m1.pack(q.codes), q.scales, q.global_scale, numerics)
+
+
+def expert_weights(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield ``(parameter name, tensor, transposed)`` of every stacked expert projection."""
+    for layer in layout.moe_layers:
+        name = layout.experts[layer]
+        module = model.get_submodule(name)
+        for projection in ("gate_up_proj", "down_proj"):
+            yield f"{name}.{projection}", getattr(module, projection), bool(getattr(module, "is_transposed", False))
+
+
+def digest(parts: Mapping[str, Iterable[Tensor]]) -> str:
+    """Checksum (xxh3-128, hex) over named tensors, in name order.
+
+    Args:
+        parts: for each parameter name the tensors that stand for it: packed parts, or the plain tensor alone.
+    """
+    state = xxhash.xxh3_128()
+    for name in sorted(parts):
+        state.update(name.encode())
+        for tensor in parts[name]:
+            state.update(str(tuple(tensor.shape)).encode())
+            state.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+    return state.hexdigest()
+
+
+def model_digest(model: nn.Module, layout: ModelLayout, numerics: Numerics | None) -> str:
+    """Checksum of a model as it is deployed with ``numerics`` for its expert weights (``None``: unquantized)."""
+    parts: dict[str, Iterable[Tensor]] = {name: (p,) for name, p in model.named_parameters()}
+    if numerics is not None:
+        for name, tensor, transposed in expert_weights(model, layout):
+            parts[name] = tuple(pack_weight(tensor, numerics, transposed=transposed).parts())
+    return digest(parts)

@@ -1,0 +1,132 @@
+"""One batch of experience: prompts to rollouts to rewards to examples with advantages.
+
+The order is that of the flow: the engine generates, rewards are known, advantages follow, and what trains nothing is
+dropped *before* any guidance is read. Guidance of a dropped sample is deleted unread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tracefp4.config import Config
+from tracefp4.core import Request, Rollout, SamplingParams
+from tracefp4.guidance.store import Store
+from tracefp4.rl.advantages import compute_advantages
+from tracefp4.rl.prompts import Prompter
+from tracefp4.rl.tasks import Task, TaskItem
+from tracefp4.training.batch import Example
+
+
+@dataclass(slots=True)
+class Experience:
+    """What one step learned from its rollouts."""
+
+    rollouts: list[Rollout]
+    items: list[TaskItem]
+    """The item of each rollout."""
+    texts: list[str]
+    rewards: torch.Tensor
+    """``(B,)`` float32, before any penalty."""
+    examples: list[Example]
+    """Samples that train something, without guidance yet."""
+    metrics: dict[str, float]
+
+
+def derive_seed(*parts: object) -> int:
+    """A 62-bit seed from a run's seed and whatever names the draw; equal parts give equal seeds on every machine."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def make_requests(
+    items: Sequence[TaskItem], prompter: Prompter, sampling: SamplingParams, samples: int, seed: int, label: str
+) -> list[Request]:
+    """One request an item; its sampling seed depends on the run's seed, the label (split and step) and its position."""
+    return [
+        Request(
+            id=f"{label}-{i}",
+            prompt_ids=prompter.encode(item),
+            samples=samples,
+            sampling=replace(sampling, seed=derive_seed(seed, label, i)),
+        )
+        for i, item in enumerate(items)
+    ]
+
+
+def sampling_params(config: Config, temperature: float | None = None) -> SamplingParams:
+    """The run's sampling settings."""
+    s = config.sampling
+    return SamplingParams(
+        temperature=s.temperature if temperature is None else temperature,
+        top_p=s.top_p,
+        top_k=s.top_k,
+        max_new_tokens=s.max_new_tokens,
+    )
+
+
+def score(rollouts: Sequence[Rollout], items: Sequence[TaskItem], task: Task, decode: Callable[[Sequence[int]], str]) -> tuple[list[str], torch.Tensor]:
+    """Decode the responses and score each against its item."""
+    texts = [decode(r.response_ids) for r in rollouts]
+    scores = task.score_all(items, texts)
+    return texts, torch.tensor(scores, dtype=torch.float32)
+
+
+def digest_experience(
+    rollouts: Sequence[Rollout],
+    items: Sequence[TaskItem],
+    texts: Sequence[str],
+    rewards: torch.Tensor,
+    config: Config,
+    store: Store | None,
+) -> Experience:
+    """Turn scored rollouts into examples; drop what trains nothing, and its guidance with it.
+
+    Args:
+        rollouts: of one step, samples of a group next to each other.
+        items: the item of each rollout.
+        texts: decoded responses.
+        rewards: ``(B,)``.
+        config: group size, penalties, filters.
+        store: where the guidance lies; ``None`` without guidance.
+    """
+    groups = torch.arange(len(rollouts)) // config.train.samples
+    loss = config.loss
+    advantages = compute_advantages(
+        rewards,
+        groups,
+        norm_std=loss.norm_std,
+        filter_groups=loss.filter_groups,
+        lengths=torch.tensor([len(r.response_ids) for r in rollouts]),
+        overlong_buffer=loss.overlong_buffer,
+        max_length=config.sampling.max_new_tokens,
+    )
+    examples = []
+    for i, rollout in enumerate(rollouts):
+        usable = bool(advantages.keep[i]) and rollout.finish_reason != "abort" and len(rollout.response_ids) > 0
+        if usable:
+            examples.append(
+                Example(
+                    tokens=rollout.tokens,
+                    prompt_length=len(rollout.prompt_ids),
+                    rollout_logprobs=rollout.logprobs,
+                    advantage=float(advantages.values[i]),
+                    index=i,
+                    routes=rollout.routes,
+                )
+            )
+        elif store is not None and rollout.guidance is not None:
+            store.delete(rollout.guidance)
+    lengths = [len(r.response_ids) for r in rollouts]
+    metrics = {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std(unbiased=False)),
+        "response_length/mean": sum(lengths) / len(lengths),
+        "response_length/max": float(max(lengths)),
+        "response_length/truncated": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+        **advantages.counts.metrics(),
+    }
+    return Experience(list(rollouts), list(items), list(texts), rewards, examples, metrics)

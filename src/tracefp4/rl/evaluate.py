@@ -1,0 +1,75 @@
+"""Evaluation of a policy as it is deployed: the engine samples, the task scores, nothing is guided.
+
+Guided log-probabilities are not a property of the policy, so evaluation never uses guidance; the engine's own spec says
+whether this is the FP4 policy or the BF16 one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tracefp4.core import Rollout, SamplingParams
+from tracefp4.rl.collect import make_requests, score
+from tracefp4.rl.prompts import Prompter
+from tracefp4.rl.statistics import Interval, mean_bootstrap
+from tracefp4.rl.tasks import Task, TaskItem
+from tracefp4.rollout.engine import Engine
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """Scores of every sample."""
+
+    items: list[TaskItem]
+    rollouts: list[Rollout]
+    texts: list[str]
+    scores: np.ndarray
+    """``(items, samples)`` float64."""
+
+    def mean(self) -> Interval:
+        """Mean score (pass@1 where scores are 0 or 1) with a bootstrap interval over items."""
+        return mean_bootstrap(self.scores.mean(axis=1))
+
+    def metrics(self, task: str) -> dict[str, object]:
+        """Scalars for the journal."""
+        found = self.mean()
+        lengths = [len(r.response_ids) for r in self.rollouts]
+        return {
+            f"eval/{task}/pass@1": found.estimate,
+            f"eval/{task}/pass@1_ci": [found.low, found.high],
+            f"eval/{task}/response_length": float(np.mean(lengths)),
+        }
+
+
+def evaluate(
+    engine: Engine,
+    task: Task,
+    prompter: Prompter,
+    *,
+    items: int,
+    samples: int,
+    sampling: SamplingParams,
+    seed: int,
+    decode: Callable[[Sequence[int]], str],
+) -> Evaluation:
+    """Sample held-out items and score them.
+
+    Args:
+        engine: synced with the weights to evaluate.
+        task: gives items of the split ``eval``, the same for every run of one task and seed.
+        prompter: renders prompts.
+        items: how many items.
+        samples: samples of each.
+        sampling: temperature, lengths, truncation.
+        seed: sampling seed.
+        decode: token ids to text.
+    """
+    chosen = task.items("eval", items, 0)
+    requests = make_requests(chosen, prompter, replace(sampling, seed=None), samples, seed, "eval")
+    rollouts = engine.generate(requests, guidance=False)
+    repeated = [item for item in chosen for _ in range(samples)]
+    texts, scores = score(rollouts, repeated, task, decode)
+    return Evaluation(repeated, list(rollouts), texts, scores.double().numpy().reshape(len(chosen), samples))

@@ -1,0 +1,45 @@
+"""Settings that become objects: device, model, sites, engine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import torch
+
+from tracefp4.config import Config
+from tracefp4.errors import ConfigError
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto`` is CUDA where there is one; raises :class:`ConfigError` for a device that is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {name!r} (valid: auto, cpu, cuda, cuda:N)") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch sees no CUDA device; set device = 'cpu'")
+    return device
+
+
+def check_training(config: Config) -> None:
+    """Refuse settings under which training would be wrong; raises :class:`ConfigError` with the way out."""
+    sampling = config.sampling
+    if sampling.top_p != 1.0 or sampling.top_k != 0:
+        raise ConfigError(
+            f"training needs the whole distribution: top_p = 1 and top_k = 0, got {sampling.top_p} and {sampling.top_k}"
+        )
+    if config.train.prompts % config.train.minibatches:
+        raise ConfigError(
+            f"train.minibatches = {config.train.minibatches} does not divide train.prompts = {config.train.prompts}"
+        )
+    if config.loss.overlong_buffer > config.sampling.max_new_tokens:
+        raise ConfigError("loss.overlong_buffer is longer than sampling.max_new_tokens")
+
+
+def config_hash(config: Config) -> str:
+    """Hash of every setting that shapes the numbers of a run; length, folder, tracker and threads do not."""
+    data = config.model_dump(mode="json", exclude={"steps", "output_dir", "tracker", "threads"})
+    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()

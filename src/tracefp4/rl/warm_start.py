@@ -1,0 +1,162 @@
+"""Supervised warm start: teach the format and a first accuracy, so that RL has groups with mixed outcomes.
+
+Plain next-token cross-entropy on gold completions, in bfloat16 without quantization, the same start for every method of a
+comparison. It is deterministic, and cached under a hash of everything that shapes it: model weights, task, settings,
+seed. The hash is recorded in the run, and runs with different hashes must not be paired.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tracefp4.config import OptimizerConfig, WarmStartConfig
+from tracefp4.formats.spec import get_spec
+from tracefp4.models.binding import bind, unbind
+from tracefp4.models.layout import describe
+from tracefp4.models.packing import model_digest
+from tracefp4.training.batch import Example, collate, plan_micro_batches
+from tracefp4.training.optimizer import MasterAdamW
+from tracefp4.training.policy import token_logprobs
+from tracefp4.training.sites import TrainerSites
+
+FORMAT = 1
+"""Raise when a change of this file changes the result."""
+
+Pairs = Callable[[int], Sequence[tuple[tuple[int, ...], tuple[int, ...]]]]
+"""``step -> [(prompt ids, completion ids)]``: the batch of one step."""
+
+
+def warm_start(
+    model: nn.Module,
+    config: WarmStartConfig,
+    pairs: Pairs,
+    *,
+    identity: dict[str, object],
+    cache: Path,
+    micro_tokens: int,
+    progress: Callable[[int, float], None] | None = None,
+) -> str:
+    """Fine-tune ``model`` in place, or load the cached result.
+
+    Args:
+        model: causal language model; not bound to sites.
+        config: steps, batch, learning rate.
+        pairs: training data by step.
+        identity: whatever else shapes the data (task, seed); part of the cache key.
+        cache: folder of cached warm starts.
+        micro_tokens: padded rows a micro-batch.
+        progress: called with the step and its loss.
+
+    Returns:
+        The hash that names this start, the same in every run that begins from equal weights.
+    """
+    before = model_digest(model, describe(model), None)
+    key = {"format": FORMAT, "model": before, "config": config.model_dump(), "identity": identity}
+    name = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()
+    if config.steps == 0:
+        return name
+    file = cache / f"{name}.safetensors"
+    parameters = dict(model.named_parameters())
+    if file.is_file():
+        with torch.no_grad():
+            for key_name, tensor in load_file(file).items():
+                parameters[key_name].copy_(tensor)
+        return name
+    _fine_tune(model, config, pairs, micro_tokens, progress)
+    cache.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".writing")
+    save_file({n: p.detach().contiguous().cpu() for n, p in parameters.items()}, temporary)
+    temporary.rename(file)
+    return name
+
+
+def _fine_tune(
+    model: nn.Module, config: WarmStartConfig, pairs: Pairs, micro_tokens: int, progress: Callable[[int, float], None] | None
+) -> None:
+    layout = describe(model)
+    sites = TrainerSites(layout, get_spec("bf16"))
+    bind(model, sites)
+    balance = LoadBalance(model, layout.routers.values(), layout.num_experts) if config.router_aux > 0 else None
+    optimizer = MasterAdamW(
+        model.named_parameters(), OptimizerConfig(lr=config.lr, weight_decay=config.weight_decay, beta2=0.99)
+    )
+    device = next(model.parameters()).device
+    try:
+        for step in range(config.steps):
+            examples = [
+                Example(tokens=prompt + completion, prompt_length=len(prompt), index=i)
+                for i, (prompt, completion) in enumerate(pairs(step))
+            ]
+            total = sum(len(e.tokens) - e.prompt_length for e in examples)
+            loss_sum = 0.0
+            for group in plan_micro_batches(examples, micro_tokens):
+                batch = collate(group, device)
+                if balance is not None:
+                    balance.start()
+                with sites.batch(batch):
+                    logprobs, _ = token_logprobs(model, batch)
+                    loss = -logprobs.sum() / total
+                    loss_sum += float(loss.detach())
+                    if balance is not None:
+                        loss = loss + config.router_aux * balance.take(batch.real) * (len(group) / len(examples))
+                    loss.backward()
+            optimizer.step(lr=_schedule(step, config))
+            if progress is not None:
+                progress(step, loss_sum)
+    finally:
+        if balance is not None:
+            balance.close()
+        unbind(model)
+
+
+def _schedule(step: int, config: WarmStartConfig) -> float:
+    """Linear warm-up over the first tenth, then cosine decay to a tenth of the peak."""
+    rise = max(1, config.steps // 10)
+    if step < rise:
+        return config.lr * (step + 1) / rise
+    phase = (step - rise) / max(1, config.steps - rise)
+    return config.lr * (0.55 + 0.45 * math.cos(math.pi * phase))
+
+
+class LoadBalance:
+    """Load-balancing loss of the routers, read from their logits.
+
+    For each router ``E * sum_e f_e * p_e`` with ``f_e`` the share of tokens that chose expert ``e`` (divided by top-k) and
+    ``p_e`` its mean probability (Switch Transformer, arXiv 2101.03961, equation 4); 1 when balanced.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str] | object, num_experts: int) -> None:
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._num_experts = num_experts
+        self._hooks = [model.get_submodule(name).register_forward_hook(self._see) for name in names]  # type: ignore[attr-defined]
+
+    def _see(self, module: nn.Module, args: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._seen.append((output[0], output[2]))
+
+    def start(self) -> None:
+        """Forget what ran before: gradient checkpointing runs the routers again in the backward pass."""
+        self._seen.clear()
+
+    def take(self, real: Tensor) -> Tensor:
+        """The mean loss over the routers that ran since :meth:`start`; ``real (B, S)`` marks tokens that count."""
+        mask = real.reshape(-1, 1).float()
+        losses = []
+        for logits, indices in self._seen:
+            share = torch.zeros(self._num_experts, device=logits.device)
+            share.scatter_add_(0, indices.reshape(-1), mask.expand(-1, indices.shape[-1]).reshape(-1))
+            probability = (logits.float().softmax(-1) * mask).sum(0) / mask.sum()
+            losses.append(self._num_experts * (share / share.sum() * probability).sum())
+        return torch.stack(losses).mean()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,185 @@
+"""Micro-batches: right-padded rows of tokens, and the guidance that belongs to each row.
+
+Sequences are padded on the right and never packed into one row: attention is causal and layers with a recurrent state
+(gated delta nets) ignore sequence bounds, so padding that comes *after* every real token can influence nothing. Sorting
+by length keeps the padding small.
+
+Row ``t`` of a sequence is the forward pass of token ``t`` and predicts token ``t + 1``; a rollout of ``N`` tokens gives
+``N - 1`` rows (:mod:`tracefp4.core`). Guidance, routes and tokens share that index, so nothing is ever shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tracefp4.core import Site
+from tracefp4.errors import GuidanceMismatch
+from tracefp4.guidance.record import Record, SiteRecord
+
+
+@dataclass(slots=True)
+class Example:
+    """One sequence to train on or to score."""
+
+    tokens: tuple[int, ...]
+    """Prompt and response ids, ``N`` of them."""
+    prompt_length: int
+    """Tokens that were given; the rest were sampled."""
+    rollout_logprobs: tuple[float, ...] = ()
+    """One for each response token."""
+    advantage: float = 0.0
+    """The same for every response token."""
+    index: int = 0
+    """Position in the caller's list."""
+    record: Record | None = None
+    """Guidance of its ``N - 1`` rows."""
+    routes: Tensor | None = None
+    """``(N - 1, moe_layers, top_k)`` expert ids of the rollout."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that are forwarded."""
+        return len(self.tokens) - 1
+
+
+@dataclass(slots=True)
+class GuidedRows:
+    """Guidance of one micro-batch with ``R = B * S`` rows."""
+
+    guided: Tensor
+    """``(R,)`` bool: the row has guidance."""
+    complete: bool
+    """Every real row is guided; then the sites need not compute the unguided rounding."""
+    sites: dict[Site, SiteRecord]
+    """Recorded outcomes with ``R`` rows, on the device; rows that are not guided hold zeros and are never read."""
+
+
+@dataclass(slots=True)
+class MicroBatch:
+    """``B`` sequences, padded on the right to ``S`` rows."""
+
+    input_ids: Tensor
+    """``(B, S)`` int64."""
+    position_ids: Tensor
+    """``(B, S)`` int64, ``0..S-1`` in each row."""
+    targets: Tensor
+    """``(B, S)`` int64: the next token."""
+    response: Tensor
+    """``(B, S)`` bool: the target is a response token."""
+    real: Tensor
+    """``(B, S)`` bool: not padding."""
+    rollout_logprobs: Tensor
+    """``(B, S)`` float32, 0 outside the response."""
+    advantages: Tensor
+    """``(B, S)`` float32, 0 outside the response."""
+    index: tuple[int, ...]
+    """Caller's positions."""
+    guidance: GuidedRows | None
+    routes: Tensor | None
+    """``(B * S, moe_layers, top_k)`` int64; -1 where nothing was recorded."""
+
+
+def plan_micro_batches(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
+    """Group examples so that no micro-batch exceeds ``max_tokens`` padded rows (a longer single one stands alone).
+
+    Longest first, so that the first micro-batch already shows whether the memory suffices. Deterministic.
+    """
+    groups: list[list[Example]] = []
+    for example in sorted(examples, key=lambda e: (-e.rows, e.index)):
+        if groups and (len(groups[-1]) + 1) * groups[-1][0].rows <= max_tokens:
+            groups[-1].append(example)
+        else:
+            groups.append([example])
+    return groups
+
+
+def collate(examples: Sequence[Example], device: torch.device, pad_id: int = 0) -> MicroBatch:
+    """Build a micro-batch on ``device``.
+
+    Raises:
+        GuidanceMismatch: a record, its routes or its log-probs do not have one entry for each row or response token.
+    """
+    batch, width = len(examples), max(e.rows for e in examples)
+    ids = torch.full((batch, width), pad_id, dtype=torch.int64)
+    targets = torch.full((batch, width), pad_id, dtype=torch.int64)
+    response, real = torch.zeros(batch, width, dtype=torch.bool), torch.zeros(batch, width, dtype=torch.bool)
+    logprobs, advantages = torch.zeros(batch, width), torch.zeros(batch, width)
+    for b, e in enumerate(examples):
+        _check(e)
+        tokens = torch.tensor(e.tokens, dtype=torch.int64)
+        ids[b, : e.rows], targets[b, : e.rows] = tokens[:-1], tokens[1:]
+        real[b, : e.rows] = True
+        response[b, e.prompt_length - 1 : e.rows] = True
+        advantages[b, e.prompt_length - 1 : e.rows] = e.advantage
+        if e.rollout_logprobs:
+            logprobs[b, e.prompt_length - 1 : e.rows] = torch.tensor(e.rollout_logprobs)
+    positions = torch.arange(width).expand(batch, width)
+    move = {"device": device, "non_blocking": True}
+    return MicroBatch(
+        input_ids=ids.to(**move),
+        position_ids=positions.to(**move),
+        targets=targets.to(**move),
+        response=response.to(**move),
+        real=real.to(**move),
+        rollout_logprobs=logprobs.to(**move),
+        advantages=advantages.to(**move),
+        index=tuple(e.index for e in examples),
+        guidance=_stack_guidance(examples, width, device),
+        routes=_stack_routes(examples, width, device),
+    )
+
+
+def _check(e: Example) -> None:
+    if not 0 < e.prompt_length < len(e.tokens):
+        raise GuidanceMismatch(f"sequence {e.index}: prompt of {e.prompt_length} in {len(e.tokens)} tokens leaves no response")
+    if e.rollout_logprobs and len(e.rollout_logprobs) != len(e.tokens) - e.prompt_length:
+        raise GuidanceMismatch(
+            f"sequence {e.index}: {len(e.rollout_logprobs)} log-probs for {len(e.tokens) - e.prompt_length} response tokens"
+        )
+    for name, count in (("guidance", e.record and e.record.rows), ("routes", e.routes is not None and len(e.routes))):
+        if count and count != e.rows:
+            raise GuidanceMismatch(f"sequence {e.index}: {name} has {count} rows, the sequence {e.rows}")
+
+
+def _stack_routes(examples: Sequence[Example], width: int, device: torch.device) -> Tensor | None:
+    known = next((e.routes for e in examples if e.routes is not None), None)
+    if known is None:
+        return None
+    routes = torch.full((len(examples), width, *known.shape[1:]), -1, dtype=torch.int16)
+    for b, e in enumerate(examples):
+        if e.routes is not None:
+            routes[b, : e.rows] = e.routes.to(torch.int16)
+    return routes.flatten(0, 1).to(device).to(torch.int64)
+
+
+def _stack_guidance(examples: Sequence[Example], width: int, device: torch.device) -> GuidedRows | None:
+    known = next((e.record for e in examples if e.record is not None), None)
+    if known is None:
+        return None
+    guided = torch.zeros(len(examples), width, dtype=torch.bool)
+    complete = True
+    for b, e in enumerate(examples):
+        if e.record is not None:
+            guided[b, : e.rows] = e.record.valid
+        complete = complete and bool(guided[b, : e.rows].all())
+    sites = {site: _stack_site(site, like, examples, width, device) for site, like in known.sites.items()}
+    return GuidedRows(guided.flatten().to(device), complete, sites)
+
+
+def _stack_site(site: Site, like: SiteRecord, examples: Sequence[Example], width: int, device: torch.device) -> SiteRecord:
+    def stack(name: str) -> Tensor | None:
+        sample: Tensor | None = getattr(like, name)
+        if sample is None:
+            return None
+        out = sample.new_zeros((len(examples), width, *sample.shape[1:]))
+        for b, e in enumerate(examples):
+            if e.record is not None:
+                out[b, : e.rows] = getattr(e.record.sites[site], name)
+        return out.flatten(0, 1).to(device, non_blocking=True)
+
+    # Checks are per chunk of a sequence, so they stay with the records and are compared there.
+    return replace(like, planes=stack("planes"), scales=stack("scales"), global_scale=stack("global_scale"), checks=None)

@@ -1,0 +1,120 @@
+"""How far the trainer's roundings are from the rollout's, counted at every site.
+
+*Flip rate*: share of recorded codes that differ from plain rounding of the trainer's own value at the rollout's scale; how
+often the trainer alone would have gone the other way. *Scale mismatch*: share of block scales that the trainer alone
+would have chosen differently under the rollout's global scale. With whole codes recorded (4 bits) two more are known:
+*wrong codes*, the share of codes the trainer really used that are not the rollout's, and the *relative difference*
+``||Q_train - Q_roll|| / ||Q_roll||``. Sums stay on the device until they are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from tracefp4.core import Site
+from tracefp4.formats.blocks import Quantized, block_scales, encode, normalize
+from tracefp4.formats.numerics import Numerics
+from tracefp4.training.batch import GuidedRows
+
+
+@dataclass(slots=True)
+class SiteCounts:
+    """Sums over recorded rows, float64 scalars on the device."""
+
+    values: Tensor
+    blocks: Tensor
+    flips: Tensor
+    scale_misses: Tensor
+    wrong_codes: Tensor
+    difference: Tensor
+    """Squared norm of ``Q_train - Q_roll``."""
+    energy: Tensor
+    """Squared norm of ``Q_roll``."""
+
+    def add(self, other: SiteCounts) -> None:
+        """Add another count in place."""
+        for item in fields(self):
+            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+
+class Observer:
+    """Compares what a forward quantizes with recorded outcomes.
+
+    Args:
+        truth: the recorded outcomes of the micro-batch in flight; set anew for each one.
+    """
+
+    def __init__(self) -> None:
+        self.truth: GuidedRows | None = None
+        self.counts: dict[Site, SiteCounts] = {}
+
+    def see(self, site: Site, x: Tensor, result: Quantized, numerics: Numerics, rows: Tensor | None) -> None:
+        """Count one quantization of ``x (vectors, width)`` into ``result``; ``rows`` as in ``TrainerSites.quantize``."""
+        truth = self.truth
+        recorded = truth.sites.get(site) if truth is not None else None
+        if truth is None or recorded is None or recorded.scale_bits != 8:
+            return
+        outcome = recorded.outcome(rows)
+        mask = truth.guided.repeat_interleave(recorded.shape.vectors)
+        mask = (mask if rows is None else mask[rows])[:, None]
+        z = normalize(x, outcome.scales, outcome.global_scale, numerics)
+        own = block_scales(x, outcome.global_scale, numerics)
+        keep = (1 << outcome.bits) - 1
+        plain = encode(z, numerics)
+        blocks = mask.sum(dtype=torch.float64) * own.shape[-1]
+        counts = SiteCounts(
+            values=mask.sum(dtype=torch.float64) * x.shape[-1],
+            blocks=blocks,
+            flips=_sum(_differ(plain & keep, outcome.low) & mask),
+            scale_misses=_sum((own != outcome.scales) & mask),
+            wrong_codes=_sum(_differ(result.codes & keep, outcome.low) & mask),
+            difference=_sum(blocks * 0),
+            energy=_sum(blocks * 0),
+        )
+        if outcome.bits == 4:
+            theirs = Quantized(outcome.low, outcome.scales, outcome.global_scale, numerics).dequantize(torch.float32)
+            ours = result.dequantize(torch.float32)
+            counts.difference = _sum(((ours - theirs) ** 2) * mask)
+            counts.energy = _sum((theirs**2) * mask)
+        if site in self.counts:
+            self.counts[site].add(counts)
+        else:
+            self.counts[site] = counts
+
+    def totals(self) -> dict[str, float]:
+        """Rates over all sites."""
+        if not self.counts:
+            return {}
+        total = next(iter(self.counts.values()))
+        total = SiteCounts(**{item.name: torch.zeros_like(total.values) for item in fields(SiteCounts)})
+        for counts in self.counts.values():
+            total.add(counts)
+        return rates(total)
+
+    def by_site(self) -> dict[Site, dict[str, float]]:
+        """Rates of each site, in order of layer and kind."""
+        return {site: rates(self.counts[site]) for site in sorted(self.counts)}
+
+
+def rates(counts: SiteCounts) -> dict[str, float]:
+    """``flip_rate``, ``scale_mismatch``, ``wrong_code_rate`` and ``relative_difference`` of summed counts."""
+    values, blocks = max(float(counts.values), 1.0), max(float(counts.blocks), 1.0)
+    energy = float(counts.energy)
+    return {
+        "flip_rate": float(counts.flips) / values,
+        "scale_mismatch": float(counts.scale_misses) / blocks,
+        "wrong_code_rate": float(counts.wrong_codes) / values,
+        "relative_difference": (float(counts.difference) / energy) ** 0.5 if energy > 0 else 0.0,
+    }
+
+
+def _differ(a: Tensor, b: Tensor) -> Tensor:
+    """Codes that stand for different numbers: +0 (0) and -0 (8) are one number."""
+    return torch.where(a == 8, 0, a) != torch.where(b == 8, 0, b)
+
+
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(dtype=torch.float64)

@@ -1,0 +1,217 @@
+"""What the trainer does at each quantized tensor.
+
+A value that reaches a site is fake-quantized: the forward pass uses ``code x scale``, the backward pass lets the gradient
+through as if nothing had happened (straight-through). Without guidance the site rounds to nearest with its own scales,
+which is quantization-aware training. With guidance it takes the rollout's scales and, of the two FP4 neighbours of each
+value, the one that the recorded bits name (:mod:`tracefp4.quantizers.guided`). Rows without guidance fall back to their
+own rounding and are counted; padding rows are never guided and influence nothing.
+
+The guidance of the micro-batch in flight hangs on :attr:`TrainerSites.batch`. It must stay there until the backward pass
+is done, because gradient checkpointing runs every layer again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from tracefp4.core import Kind, Site, SiteShape
+from tracefp4.formats.blocks import Quantized
+from tracefp4.formats.numerics import Numerics
+from tracefp4.formats.spec import Spec
+from tracefp4.models.attention import dense_attention
+from tracefp4.models.layout import ModelLayout
+from tracefp4.models.sites import Operand
+from tracefp4.quantizers.guided import Outcome, quantize_guided
+from tracefp4.quantizers.nearest import quantize_nearest
+from tracefp4.training.batch import GuidedRows, MicroBatch
+from tracefp4.training.observe import Observer
+from tracefp4.training.weights import WeightOperands
+
+
+class TrainerSites:
+    """All site objects of the trainer.
+
+    Args:
+        layout: the model's layers and dimensions.
+        spec: what the trainer fake-quantizes.
+        decoder: how guided rounding reads the recorded bits.
+    """
+
+    def __init__(self, layout: ModelLayout, spec: Spec, decoder: str = "bracket") -> None:
+        self.layout, self.spec, self.decoder = layout, spec, decoder
+        self.shapes: dict[Site, SiteShape] = {shape.site: shape for shape in layout.site_shapes(spec)}
+        self.guidance: GuidedRows | None = None
+        self.routes: Tensor | None = None
+        self.observer: Observer | None = None
+        self._experts = {layer: _Experts(self, layer) for layer in layout.moe_layers}
+        self._routers = {layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)}
+        self._attention = {layer: _Attention(self, layer) for layer in layout.kv_layers}
+
+    def experts(self, layer: int) -> _Experts:
+        """Site object of the experts in ``layer``."""
+        return self._experts[layer]
+
+    def router(self, layer: int) -> _Router:
+        """Site object of the router in ``layer``."""
+        return self._routers[layer]
+
+    def attention(self, layer: int) -> _Attention:
+        """Site object of the attention in ``layer``."""
+        return self._attention[layer]
+
+    @contextmanager
+    def batch(
+        self, batch: MicroBatch, *, guided: bool = True, replay: bool = True, observer: Observer | None = None
+    ) -> Iterator[None]:
+        """Attach a micro-batch for a forward and, if there is one, its backward.
+
+        Args:
+            batch: the micro-batch whose rows the model is about to see.
+            guided: follow the batch's guidance where it has any.
+            replay: use the rollout's expert routes where they were recorded.
+            observer: compares every quantization with the batch's recorded outcomes.
+        """
+        self.guidance = batch.guidance if guided else None
+        self.routes = batch.routes if replay else None
+        self.observer = observer
+        if observer is not None and observer.truth is None:
+            observer.truth = batch.guidance
+        try:
+            yield
+        finally:
+            self.guidance = self.routes = self.observer = None
+            if observer is not None:
+                observer.truth = None
+
+    def quantize(self, site: Site, x: Tensor, numerics: Numerics, rows: Tensor | None = None) -> Quantized:
+        """Quantize the vectors ``x (R * vectors, width)`` of a site, guided where the batch has guidance for it.
+
+        Args:
+            site: which site.
+            x: one vector a row, in the order row-major over (token row, vector), or as ``rows`` says.
+            numerics: the site's numerics.
+            rows: ``token row * vectors + vector`` of each vector when ``x`` is in another order.
+        """
+        with torch.no_grad():
+            result = self._guided(site, x, numerics, rows)
+            if self.observer is not None:
+                self.observer.see(site, x, result, numerics, rows)
+        return result
+
+    def _guided(self, site: Site, x: Tensor, numerics: Numerics, rows: Tensor | None) -> Quantized:
+        guidance = self.guidance
+        recorded = guidance.sites.get(site) if guidance is not None else None
+        if guidance is None or recorded is None:
+            return quantize_nearest(x, numerics)
+        result = quantize_guided(x, recorded.outcome(rows), numerics, self.decoder)
+        if guidance.complete:
+            return result
+        mask = guidance.guided.repeat_interleave(recorded.shape.vectors)
+        return _merge(result, quantize_nearest(x, numerics), mask if rows is None else mask[rows])
+
+
+def _merge(guided: Quantized, own: Quantized, mask: Tensor) -> Quantized:
+    """Rows of ``guided`` where ``mask`` holds, rows of ``own`` elsewhere."""
+    pick = mask[:, None]
+    scale = guided.global_scale
+    if scale is not None and own.global_scale is not None:
+        scale = torch.where(pick, scale, own.global_scale)
+    return Quantized(
+        torch.where(pick, guided.codes, own.codes), torch.where(pick, guided.scales, own.scales), scale, guided.numerics
+    )
+
+
+@dataclass(slots=True)
+class _Experts:
+    owner: TrainerSites
+    layer: int
+    weights: WeightOperands = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = WeightOperands(self.owner.spec.weights)
+
+    def gate_up(self, module: nn.Module) -> Operand:
+        return self.weights.get(module, "gate_up_proj")
+
+    def down(self, module: nn.Module) -> Operand:
+        return self.weights.get(module, "down_proj")
+
+    def enter(self, x: Tensor) -> Operand:
+        return self._operand(Kind.EXPERTS_IN, x, None)
+
+    def middle(self, h: Tensor, pairs: Tensor) -> Operand:
+        return self._operand(Kind.EXPERTS_MID, h, pairs)
+
+    def _operand(self, kind: Kind, x: Tensor, rows: Tensor | None) -> Operand:
+        numerics = self.owner.spec.for_kind(kind)
+        if numerics is None:
+            return Operand(x.detach(), None)
+        q = self.owner.quantize(Site(self.layer, kind), x.detach(), numerics, rows)
+        return Operand(q.operand(), q.decode_scale())
+
+
+@dataclass(slots=True)
+class _Router:
+    owner: TrainerSites
+    index: int
+
+    def route(self, indices: Tensor) -> Tensor | None:
+        routes = self.owner.routes
+        return None if routes is None else routes[:, self.index]
+
+
+@dataclass(slots=True)
+class _Attention:
+    owner: TrainerSites
+    layer: int
+
+    def latent(self, x: Tensor) -> Tensor:
+        return self._fake(Kind.LATENT, x[:, :, None]).squeeze(2)
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        rope = self.owner.layout.rope_dim
+        if self.owner.layout.latent_rank is not None and rope is not None:
+            # Latent attention: the latent was quantized before its expansion; the rotated part is one vector for all heads.
+            rotated = self._fake(Kind.K, k[:, :1, :, -rope:].transpose(1, 2)).transpose(1, 2)
+            k = torch.cat([k[..., :-rope], rotated.expand(-1, k.shape[1], -1, -1)], dim=-1)
+        else:
+            k = self._fake(Kind.K, k.transpose(1, 2)).transpose(1, 2)
+            v = self._fake(Kind.V, v.transpose(1, 2)).transpose(1, 2)
+        return dense_attention(q, k, v, scaling=scaling, window=window, sinks=sinks)
+
+    def _fake(self, kind: Kind, x: Tensor) -> Tensor:
+        """Fake-quantize ``x (B, S, vectors, width)``."""
+        numerics = self.owner.spec.for_kind(kind)
+        if numerics is None:
+            return x
+        q = self.owner.quantize(Site(self.layer, kind), x.detach().reshape(-1, x.shape[-1]), numerics)
+        return _StraightThrough.apply(x, q.dequantize(x.dtype).view(x.shape))
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Forward: the quantized values. Backward: the gradient unchanged."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor, quantized: Tensor) -> Tensor:
+        """Return ``quantized``; ``x`` only receives the gradient."""
+        return quantized
+
+    @staticmethod
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
+        """Identity for ``x``."""
+        return grads[0], None

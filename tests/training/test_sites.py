@@ -1,0 +1,158 @@
+"""The trainer's sites: fake quantization, guidance row by row, fallback, replay, and gradients through all of it."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tracefp4.core import Site
+from tracefp4.formats.blocks import Quantized
+from tracefp4.formats.spec import get_spec
+from tracefp4.guidance.record import Record, SiteRecord, token_hash
+from tracefp4.models.binding import bind, unbind
+from tracefp4.models.layout import describe
+from tracefp4.models.tiny import FAMILIES, tiny_model
+from tracefp4.training.batch import Example, collate, plan_micro_batches
+from tracefp4.training.observe import Observer
+from tracefp4.training.policy import token_logprobs
+from tracefp4.training.sites import TrainerSites
+
+SPEC = get_spec("nvfp4-w4a4-kv4")
+
+
+class Recorder(TrainerSites):
+    """Trainer sites that keep every unguided outcome: the rollout of a perfect twin."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen: dict[Site, tuple[Quantized, torch.Tensor | None]] = {}
+
+    def quantize(self, site, x, numerics, rows=None):
+        q = super().quantize(site, x, numerics, rows)
+        self.seen[site] = (q, rows)
+        return q
+
+    def record(self, tokens, bits=1):
+        sites = {}
+        for site, (q, rows) in self.seen.items():
+            shape = self.shapes[site]
+            scale = q.global_scale if shape.token_scale else None
+            codes, scales = q.codes, q.scales
+            if rows is not None:
+                order = torch.empty_like(rows)
+                order[rows] = torch.arange(len(rows))
+                codes, scales = codes[order], scales[order]
+                scale = None if scale is None else scale[order]
+            view = (-1, shape.vectors)
+            sites[site] = SiteRecord.pack(
+                shape,
+                codes.view(*view, shape.width),
+                scales.view(*view, shape.width // shape.block),
+                None if scale is None else scale.reshape(view),
+                bits,
+            )
+        rows = len(tokens) - 1
+        return Record("r1-all+mid", token_hash(tokens), SPEC.hash, 0, rows, torch.ones(rows, dtype=torch.bool), sites)
+
+
+def _tokens(n, seed=0):
+    return tuple(torch.randint(3, 200, (n,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+def _logprobs(model, sites, examples, guided=True, observer=None, **kwargs):
+    batch = collate(examples, torch.device("cpu"))
+    with torch.no_grad(), sites.batch(batch, guided=guided, observer=observer, **kwargs):
+        return token_logprobs(model, batch)[0]
+
+
+def _recorded(family, bits=1, seed=0, n=12):
+    model = tiny_model(family, 0)
+    recorder = Recorder(describe(model), SPEC)
+    bind(model, recorder)
+    tokens = _tokens(n, seed)
+    _logprobs(model, recorder, [Example(tokens, 4)])
+    record = recorder.record(tokens, bits)
+    unbind(model)
+    return model, tokens, record
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_own_outcomes_as_guidance_change_nothing(family):
+    model, tokens, record = _recorded(family)
+    sites = TrainerSites(describe(model), SPEC)
+    bind(model, sites)
+    plain = _logprobs(model, sites, [Example(tokens, 4)])
+    guided = _logprobs(model, sites, [Example(tokens, 4, record=record)])
+    assert torch.equal(plain, guided)
+    assert plain.abs().sum() > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_foreign_outcomes_are_followed_and_counted(family):
+    model, tokens, record = _recorded(family, bits=4)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.0 + 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(p.dtype))
+    sites = TrainerSites(describe(model), SPEC)
+    bind(model, sites)
+    unguided, guided = Observer(), Observer()
+    truth = collate([Example(tokens, 4, record=record)], torch.device("cpu")).guidance
+    unguided.truth, guided.truth = truth, truth
+    _logprobs(model, sites, [Example(tokens, 4)], observer=unguided)
+    _logprobs(model, sites, [Example(tokens, 4, record=record)], observer=guided)
+    assert set(guided.counts) == set(record.sites)
+    assert guided.totals()["wrong_code_rate"] < unguided.totals()["wrong_code_rate"]
+    assert guided.totals()["relative_difference"] < unguided.totals()["relative_difference"]
+
+
+def test_results_do_not_depend_on_batch_padding_or_order():
+    model, tokens, record = _recorded("qwen3_moe")
+    other, other_record = _tokens(19, 7), None
+    sites = TrainerSites(describe(model), SPEC)
+    bind(model, sites)
+    alone = _logprobs(model, sites, [Example(tokens, 4, record=record)])
+    with_other = _logprobs(model, sites, [Example(other, 5, record=other_record, index=1), Example(tokens, 4, record=record)])
+    torch.testing.assert_close(with_other[1, : alone.shape[1]], alone[0], atol=0.03, rtol=0)
+    assert torch.equal(with_other[1, alone.shape[1] :], torch.zeros(with_other.shape[1] - alone.shape[1]))
+
+
+def test_rows_without_guidance_round_alone():
+    model, tokens, record = _recorded("olmoe", bits=4)
+    broken = {
+        site: dataclasses.replace(r, planes=torch.randint_like(r.planes, 256), scales=r.scales.flip(-1))
+        for site, r in record.sites.items()
+    }
+    nothing = dataclasses.replace(record, sites=broken, valid=torch.zeros_like(record.valid))
+    sites = TrainerSites(describe(model), SPEC)
+    bind(model, sites)
+    plain = _logprobs(model, sites, [Example(tokens, 4)])
+    assert torch.equal(plain, _logprobs(model, sites, [Example(tokens, 4, record=nothing)]))
+    assert not torch.equal(plain, _logprobs(model, sites, [Example(tokens, 4, record=dataclasses.replace(nothing, valid=record.valid))]))
+
+
+def test_gradients_are_those_of_checkpointed_layers_and_reach_everything():
+    model, tokens, record = _recorded("qwen3_moe")
+    sites = TrainerSites(describe(model), SPEC)
+    bind(model, sites)
+    batch = collate([Example(tokens, 4, record=record)], torch.device("cpu"))
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.train()
+        with sites.batch(batch):
+            token_logprobs(model, batch)[0].sum().backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        assert torch.equal(grad, grads[1][name]), name
+    for part in ("q_proj", "k_proj", "v_proj", "mlp.gate.weight", "gate_up_proj", "down_proj", "embed_tokens"):
+        assert any(part in name and grad.abs().sum() > 0 for name, grad in grads[0].items()), part
+
+
+def test_micro_batches_hold_every_example_once_within_the_budget():
+    examples = [Example(_tokens(n, n), 2, index=i) for i, n in enumerate((5, 30, 7, 7, 40, 12))]
+    groups = plan_micro_batches(examples, 60)
+    assert sorted(e.index for g in groups for e in g) == list(range(6))
+    assert all(len(g) == 1 or len(g) * max(e.rows for e in g) <= 60 for g in groups)
