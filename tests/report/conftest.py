@@ -4,6 +4,8 @@ import json
 import math
 import random
 
+import pytest
+
 CONFIG = """policy = "smollm2-moe"
 method = "{method}"
 spec = "nvfp4-w4a4-kv4"
@@ -62,7 +64,7 @@ def metrics(step, steps, rng, method="trace"):
     return row
 
 
-def write_run(folder, steps=60, method="trace", seed=0, extras=True):
+def make_run(folder, steps=60, method="trace", seed=0, extras=True):
     """Write a run folder and return it."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,3 +90,9 @@ def write_run(folder, steps=60, method="trace", seed=0, extras=True):
         }
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder
+
+
+@pytest.fixture
+def write_run(tmp_path):
+    """Write a run folder ``name`` under a temporary folder and return its path."""
+    return lambda name="trace", **options: make_run(tmp_path / name, **options)
