@@ -2,11 +2,11 @@
 
 Transformers hands us queries, keys after RoPE and values of the current tokens; what they attend to is the business of
 the site object: the trainer's fake-quantizes K and V of the whole sequence, the engine's writes them to its pool and
-reads the pool back. Both then call :func:`dense_attention`, so that a difference between them is one of values, never of
-arithmetic.
+reads the pool back. Both then call :func:`dense_attention`, so that a difference between them is one of values, never
+of arithmetic.
 
-No mask is built. Training batches are right-padded, where causality alone keeps real tokens from seeing padding, and the
-engine knows the lengths of its own sequences. A left-padded attention mask is refused rather than ignored.
+No mask is built. Training batches are right-padded, where causality alone keeps real tokens from seeing padding, and
+the engine knows the lengths of its own sequences. A left-padded attention mask is refused rather than ignored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tracefp4.errors import ModelError
@@ -43,7 +43,7 @@ def attention_forward(
         key: ``(B, Hkv, S, D)`` after RoPE.
         value: ``(B, Hkv, S, Dv)``.
         attention_mask: ``None``; see the module's text.
-        scaling: factor on the logits; the module's own, else ``D ** -0.5``, if ``None``.
+        scaling: factor on the logits; ``D ** -0.5`` if ``None``.
         dropout: 0.
         sliding_window: tokens that a token sees, itself included, or ``None``.
         s_aux: ``(Hq,)`` attention-sink logits or ``None``.
@@ -58,7 +58,7 @@ def attention_forward(
     site: AttentionSite = site_of(module)
     name = type(module).__name__
     if attention_mask is not None:
-        raise ModelError(f"{name}: a prepared attention mask is not supported; pass right-padded batches without a 4-D mask")
+        raise ModelError(f"{name}: 4-D attention masks are not supported; pass right-padded batches")
     if dropout:
         raise ModelError(f"{name}: attention dropout is {dropout}, but both sides must compute the same; set it to 0")
     for unsupported in ("softcap", "position_bias"):
@@ -66,11 +66,10 @@ def attention_forward(
             raise ModelError(f"{name}: attention with {unsupported} is not supported")
     if key.shape[2] != query.shape[2]:
         raise ModelError(
-            f"{name}: {key.shape[2]} keys for {query.shape[2]} queries; pass use_cache=False, a site keeps its own cache"
+            f"{name}: {key.shape[2]} keys for {query.shape[2]} queries; pass use_cache=False, sites keep their own"
         )
-    if scaling is None:
-        scaling = getattr(module, "scaling", None) or query.shape[-1] ** -0.5
-    out = site.attend(module, query, key, value, scaling=scaling, window=sliding_window, sinks=s_aux)
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = site.attend(module, query, key, value, scaling=factor, window=sliding_window, sinks=s_aux)
     return out, None
 
 
@@ -78,8 +77,8 @@ def no_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
     """Build no mask; the entry for transformers' registry of mask functions.
 
     Args:
-        attention_mask: ``(B, S)`` bool, true where a token is real, as the user passed it to the model. Checking it costs
-            one synchronisation on CUDA: leave it out in a hot path.
+        attention_mask: ``(B, S)`` bool, true where a token is real, as the user passed it to the model. Checking it
+            costs one synchronisation on CUDA: leave it out in a hot path.
 
     Raises:
         ModelError: a token follows padding.
@@ -121,9 +120,9 @@ def dense_attention(
         scaling: factor on the logits.
         window: a query sees this many tokens, itself included; ``None`` for all.
         sinks: ``(Hq,)`` logits that take part in the softmax and have no value; ``None`` for none.
-        mask: bool, broadcastable to ``(B, 1, Sq, Sk)``, true where a query may look, which has to be at least one key for
-            each query. It is taken as it is: neither causality nor ``window`` is added. ``None``: causal, the last query
-            standing at the last key.
+        mask: bool, broadcastable to ``(B, 1, Sq, Sk)``, true where a query may look, which has to be at least one key
+            for each query. It is taken as it is: neither causality nor ``window`` is added. ``None``: causal, the last
+            query standing at the last key.
 
     Returns:
         ``(B, Sq, Hq, Dv)`` in the dtype of ``q``.
@@ -147,7 +146,7 @@ def dense_attention(
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return a bool mask ``(1, 1, queries, keys)``, true where a query may look; the last query stands at the last key."""
+    """Return a bool mask ``(1, 1, queries, keys)``, true where a query may look; the last query is at the last key."""
     here = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
     there = torch.arange(keys, device=device)
     mask = there <= here
@@ -157,10 +156,10 @@ def causal_mask(queries: int, keys: int, window: int | None, device: torch.devic
 
 
 def _packed_sinks(sinks: Tensor | None, kv_heads: int, queries: int) -> Tensor | None:
-    """Sinks in the layout of packed queries: ``(1, Hkv, groups * Sq, 1)`` float32."""
+    """Sinks in the layout of packed queries: ``(1, Hkv, groups * Sq, 1)``."""
     if sinks is None:
         return None
-    return sinks.float().view(1, kv_heads, -1, 1).expand(-1, -1, -1, queries).reshape(1, kv_heads, -1, 1)
+    return sinks.view(1, kv_heads, -1, 1).expand(-1, -1, -1, queries).reshape(1, kv_heads, -1, 1)
 
 
 def _explicit(q: Tensor, k: Tensor, v: Tensor, scaling: float, sinks: Tensor | None, mask: Tensor) -> Tensor:

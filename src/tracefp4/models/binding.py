@@ -109,7 +109,8 @@ def _refuse(model: nn.Module, layout: ModelLayout) -> None:
     for name in layout.experts.values():
         experts.check_experts(model.get_submodule(name), name)
     for name in [*layout.experts.values(), *layout.attentions.values()]:
-        config = model.get_submodule(name).config
+        module: Any = model.get_submodule(name)
+        config = module.config
         if NAME in (config._attn_implementation, config._experts_implementation):
             raise ModelError(
                 f"{name}: its configuration object is shared with a model that is already bound; "
@@ -120,13 +121,14 @@ def _refuse(model: nn.Module, layout: ModelLayout) -> None:
 def _attach(model: nn.Module, sites: SiteSet, binding: Binding) -> None:
     layout = binding.layout
     for layer, name in layout.experts.items():
-        module, router = model.get_submodule(name), model.get_submodule(layout.routers[layer])
+        module: Any = model.get_submodule(name)
+        router = model.get_submodule(layout.routers[layer])
         _hang(binding, module, sites.experts(layer))
         _set(binding, module.config, "_experts_implementation")
         _hang(binding, router, sites.router(layer))
         binding.handles.append(hook_router(router, layout.routers[layer]))
     for layer, name in layout.attentions.items():
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)
         _hang(binding, module, sites.attention(layer))
         _set(binding, module.config, "_attn_implementation")
         if layer in layout.latents:

@@ -1,8 +1,8 @@
 """The experts function: one forward pass for the routed experts of every family.
 
-Transformers calls ``f(module, hidden_states, top_k_index, top_k_weights)`` for the implementation that the configuration
-names, and passes the module that holds the stacked weights. Ours is registered as ``"tracefp4"`` and meets the two
-quantized tensors on the way::
+Transformers calls ``f(module, hidden_states, top_k_index, top_k_weights)`` for the implementation that the
+configuration names, and passes the module that holds the stacked weights. Ours is registered as ``"tracefp4"`` and
+meets the two quantized tensors on the way::
 
     x (T, H) -> site.enter -> gate_up, bias -> module._apply_gate -> h (P, I) -> site.middle -> down, bias -> (P, H)
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import ModelError
-from tracefp4.models.linear import Dispatch, choose_strategy, dispatch, expert_linear
+from tracefp4.models.linear import Dispatch, Strategy, choose_strategy, dispatch, expert_linear
 from tracefp4.models.sites import ExpertsSite
 
 NAME = "tracefp4"
@@ -42,7 +42,7 @@ def site_of(module: nn.Module) -> Any:
     return site
 
 
-def check_experts(module: nn.Module, name: str) -> None:
+def check_experts(module: Any, name: str) -> None:
     """Refuse experts modules that this function does not compute.
 
     Raises:
@@ -56,12 +56,12 @@ def check_experts(module: nn.Module, name: str) -> None:
         if getattr(module, flag, False):
             raise ModelError(f"{name}: {words} ({flag}) is not supported")
     if not getattr(module, "has_gate", True) or not hasattr(module, "_apply_gate"):
-        raise ModelError(f"{name}: experts without a gate, or without the transformers v5 experts interface, are not supported")
+        raise ModelError(f"{name}: experts need a gate and the experts interface of transformers v5")
     if not module.gate_up_proj.dtype.is_floating_point:
-        raise ModelError(f"{name}: weights are stored as {module.gate_up_proj.dtype}; load the model unquantized, in bfloat16")
+        raise ModelError(f"{name}: weights are stored as {module.gate_up_proj.dtype}; load the model in bfloat16")
 
 
-def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute the routed experts of one layer through its site object.
 
     Args:
@@ -93,11 +93,11 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     return _Combine.apply(out, top_k_weights, plan)
 
 
-def _plan(module: nn.Module, site: ExpertsSite, x: Tensor, index: Tensor) -> Dispatch:
+def _plan(module: Any, site: ExpertsSite, x: Tensor, index: Tensor) -> Dispatch:
     """Choose the strategy; a site object may name one in an attribute ``strategy``."""
-    strategy = getattr(site, "strategy", "auto")
+    strategy: Strategy = getattr(site, "strategy", "auto")
     if strategy == "auto":
-        # A layer under gradient checkpointing first runs without gradients: the mode of the module tells, not grad mode.
+        # A checkpointed layer may first run without gradients: the mode of the module tells, not grad mode alone.
         training = module.training or torch.is_grad_enabled()
         strategy = choose_strategy(x.shape[0], module.num_experts, x.device, training)
     return dispatch(index, module.num_experts, strategy)

@@ -39,7 +39,7 @@ def hook_latent(norm: nn.Module, attention: nn.Module) -> RemovableHandle:
     return norm.register_forward_hook(quantize)
 
 
-def expand_latent(module: nn.Module, latent: Tensor) -> tuple[Tensor, Tensor]:
+def expand_latent(module: Any, latent: Tensor) -> tuple[Tensor, Tensor]:
     """Expand latent vectors to the unrotated keys and the values of every head.
 
     Args:
@@ -55,8 +55,8 @@ def expand_latent(module: nn.Module, latent: Tensor) -> tuple[Tensor, Tensor]:
     return k_nope, v
 
 
-def rope_part(module: nn.Module, k: Tensor) -> Tensor:
-    """Return the rotated part ``(B, 1, S, Dr)`` of expanded keys ``k (B, H, S, Dn + Dr)``; it is the same in all heads."""
+def rope_part(module: Any, k: Tensor) -> Tensor:
+    """Return the rotated part ``(B, 1, S, Dr)`` of expanded keys ``k (B, H, S, Dn + Dr)``, the same in all heads."""
     return k[:, :1, :, module.qk_nope_head_dim :]
 
 

@@ -1,9 +1,9 @@
 """Where a model keeps its experts, routers and KV heads, and how large they are.
 
 A :class:`ModelLayout` is read off the modules of a loaded model, not off a table of model names: an *experts module* is
-one with stacked ``gate_up_proj`` and ``down_proj`` parameters, a *router* is its sibling that picks ``top_k`` experts, an
-*attention module* is one with a ``layer_idx`` and a key or latent projection. A family that transformers adds later is
-described by the same rules, and a model that breaks them is refused here rather than half quantized.
+one with stacked ``gate_up_proj`` and ``down_proj`` parameters, a *router* is its sibling that picks ``top_k`` experts,
+an *attention module* is one with a ``layer_idx`` and a key or latent projection. A family that transformers adds later
+is described by the same rules, and a model that breaks them is refused here rather than half quantized.
 
 From a layout and a spec follow the :class:`~tracefp4.core.SiteShape` objects: which tensors are quantized for a token,
 and how many values each has. Both sides, the plan and the codec count with these.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 class ModelLayout:
     """The parts of a model that concern quantization. Layers are indices of decoder layers.
 
-    Sizes are in values. ``kv_heads``, ``head_dim`` and ``v_head_dim`` are those of the K and V that the attention function
-    sees; with latent attention K and V are expanded to one head for each query head, while what a cache keeps is
-    ``latent_rank + rope_dim`` values a token. Names are paths for ``model.get_submodule``.
+    Sizes are in values. ``kv_heads``, ``head_dim`` and ``v_head_dim`` are those of the K and V that the attention
+    function sees; with latent attention K and V are expanded to one head for each query head, while what a cache keeps
+    is ``latent_rank + rope_dim`` values a token. Names are paths for ``model.get_submodule``.
     """
 
     family: str
@@ -85,7 +85,10 @@ class ModelLayout:
             if spec.kv is not None and layer in self.attentions:
                 shapes += [_shape(layer, kind, *size, spec.kv, self.attentions) for kind, size in self._kv_sizes()]
             if spec.activations is not None and layer in self.experts:
-                for kind, size in ((Kind.EXPERTS_IN, (1, self.hidden)), (Kind.EXPERTS_MID, (self.top_k, self.intermediate))):
+                for kind, size in (
+                    (Kind.EXPERTS_IN, (1, self.hidden)),
+                    (Kind.EXPERTS_MID, (self.top_k, self.intermediate)),
+                ):
                     shapes.append(_shape(layer, kind, *size, spec.activations, self.experts))
         return tuple(shapes)
 
@@ -95,9 +98,7 @@ class ModelLayout:
         return (Kind.K, (self.kv_heads, self.head_dim)), (Kind.V, (self.kv_heads, self.v_head_dim))
 
 
-def _shape(
-    layer: int, kind: Kind, vectors: int, width: int, numerics: Numerics, names: Mapping[int, str]
-) -> SiteShape:
+def _shape(layer: int, kind: Kind, vectors: int, width: int, numerics: Numerics, names: Mapping[int, str]) -> SiteShape:
     if width % numerics.block:
         raise FormatError(
             f"site {layer}.{kind} ({names[layer]}): width {width} is not a multiple of the block size "
@@ -187,7 +188,9 @@ def _parts(prefix: str, layer: nn.Module) -> dict[str, str]:
         if kind == "experts":
             block_name = name.rpartition(".")[0]
             block = layer.get_submodule(block_name)
-            routers = [child for child, sibling in block.named_children() if sibling is not module and is_router(sibling)]
+            routers = [
+                child for child, sibling in block.named_children() if sibling is not module and is_router(sibling)
+            ]
             if len(routers) != 1:
                 raise ModelError(f"{prefix}.{block_name}: expected one router beside the experts, found {len(routers)}")
             parts["router"] = f"{prefix}.{block_name}.{routers[0]}"
@@ -197,7 +200,8 @@ def _parts(prefix: str, layer: nn.Module) -> dict[str, str]:
 def _decoder_config(model: nn.Module, name: str, attentions: Mapping[int, str]) -> PretrainedConfig:
     if not attentions:
         raise ModelError(f"{name}: no attention module found")
-    return model.get_submodule(next(iter(attentions.values()))).config
+    attention: Any = model.get_submodule(next(iter(attentions.values())))
+    return attention.config
 
 
 def _check_types(config: PretrainedConfig, attentions: Mapping[int, str], linear: tuple[int, ...], name: str) -> None:
@@ -215,7 +219,8 @@ def _check_types(config: PretrainedConfig, attentions: Mapping[int, str], linear
 def _expert_sizes(model: nn.Module, experts: Mapping[int, str], routers: Mapping[int, str]) -> dict[str, int]:
     sizes = set()
     for layer, name in experts.items():
-        module, router = model.get_submodule(name), model.get_submodule(routers[layer])
+        module: Any = model.get_submodule(name)
+        router: Any = model.get_submodule(routers[layer])
         contraction = 1 if getattr(module, "is_transposed", False) else 2
         sizes.add((int(module.down_proj.shape[0]), int(router.top_k), int(module.down_proj.shape[contraction])))
     if len(sizes) > 1:
@@ -227,7 +232,7 @@ def _expert_sizes(model: nn.Module, experts: Mapping[int, str], routers: Mapping
 def _attention_sizes(model: nn.Module, attentions: Mapping[int, str]) -> dict[str, int | None]:
     sizes = set()
     for layer, name in attentions.items():
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)
         if module.layer_idx != layer:
             raise ModelError(f"{name}: its layer_idx is {module.layer_idx}, but it stands in layer {layer}")
         heads = module.config.num_attention_heads

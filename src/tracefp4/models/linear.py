@@ -11,20 +11,21 @@ the same on both sides and on every device::
 This is what an FP4 tensor core computes, up to the order and width of its accumulation. Two strategies lead to the same
 sums:
 
-``loop``    pairs sorted by expert, one matrix product for each expert that was hit. The number of rows of each expert has
-            to be known on the host: one synchronisation. For training and prefill.
-``dense``   every token with every expert in one batched product, of which each pair picks its row. ``E`` times the work of
-            one expert over all tokens, but no synchronisation, so a decode step can be captured in a CUDA graph. No
+``loop``    pairs sorted by expert, one matrix product for each expert that was hit. The number of rows of each expert
+            has to be known on the host: one synchronisation. For training and prefill.
+``dense``   every token with every expert in one batched product, of which each pair picks its row. ``E`` times the work
+            of one expert over all tokens, but no synchronisation, so a decode step can be captured in a CUDA graph. No
             gradients.
 
-The backward pass is straight-through: a quantized operand is a constant copy of the tensor it stands for, so the gradient
-reaches ``x`` and ``weight`` as if they had been multiplied themselves, with the other factor dequantized.
+The backward pass is straight-through: a quantized operand is a constant copy of the tensor it stands for, so the
+gradient reaches ``x`` and ``weight`` as if they had been multiplied themselves, with the other factor dequantized.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -82,8 +83,13 @@ def dispatch(top_k_index: Tensor, num_experts: int, strategy: Strategy) -> Dispa
     Args:
         top_k_index: ``(T, K)`` integer expert ids; with ``dense`` the ids of one token must differ, as top-k's do.
         num_experts: experts of the layer.
-        strategy: ``loop`` sorts by expert (stable: tokens keep their order) and synchronises once; ``dense`` does neither.
+        strategy: ``loop`` sorts by expert (tokens keep their order) and synchronises once; ``dense`` does neither.
+
+    Raises:
+        ModelError: an unknown strategy, or (``loop``) expert ids out of range.
     """
+    if strategy not in ("loop", "dense"):
+        raise ModelError(f"unknown expert strategy {strategy!r}; valid are 'auto', 'loop' and 'dense'")
     num_tokens, top_k = top_k_index.shape
     experts = top_k_index.reshape(-1).long()
     if strategy == "dense":
@@ -111,9 +117,10 @@ def expert_linear(
     """Multiply every pair's row with its expert's weight.
 
     Args:
-        x: the tensor that ``x_op`` stands for, for its gradient and dtype: ``(T, D)`` if ``per_token``, else ``(P, D)`` in
-            the order of ``plan``.
-        weight: the parameter that ``w_op`` stands for, for its gradient: ``(E, N, D)``, or ``(E, D, N)`` if ``transposed``.
+        x: the tensor that ``x_op`` stands for, for its gradient and dtype: ``(T, D)`` if ``per_token``, else ``(P, D)``
+            in the order of ``plan``.
+        weight: the parameter that ``w_op`` stands for, for its gradient: ``(E, N, D)``, or ``(E, D, N)`` if
+            ``transposed``.
         x_op: quantized rows of ``x``; ``scale (rows, 1)`` float32 or ``None``.
         w_op: quantized weights ``(E, N, D)``; ``scale (E,)`` float32 or ``None``.
         bias: ``(E, N)`` or ``None``.
@@ -147,7 +154,7 @@ def _check(
     rows = plan.num_tokens if per_token else plan.pairs.numel()
     if x_op.values.shape != x.shape or tuple(x.shape) != (rows, width):
         raise ModelError(
-            f"activation operand {tuple(x_op.values.shape)} does not fit input {tuple(x.shape)}; expected {(rows, width)}"
+            f"activation operand {tuple(x_op.values.shape)} for input {tuple(x.shape)}; expected {(rows, width)}"
         )
     if x_op.values.dtype != w_op.values.dtype:
         raise ModelError(f"operands differ in dtype: {x_op.values.dtype} and {w_op.values.dtype}")
@@ -170,7 +177,7 @@ def _forward(
 
 def _hits(plan: Dispatch) -> list[tuple[int, slice]]:
     bounds = plan.bounds or ()
-    return [(e, slice(a, b)) for e, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)) if b > a]
+    return [(e, slice(a, b)) for e, (a, b) in enumerate(pairwise(bounds)) if b > a]
 
 
 def _pair_scale(x_scale: Tensor | None, w_scale: Tensor | None, plan: Dispatch, gather: bool) -> Tensor | None:

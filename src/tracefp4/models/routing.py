@@ -6,8 +6,8 @@ near ties. Replay takes the *indices* of the rollout; the gate values are comput
 indices, so the gradient reaches the router as if it had chosen them itself.
 
 Families differ in how gate values follow from logits. Rather than trusting a model's name, every rule below is tried on
-the router's own choice, and the one that reproduces the router's own weights is taken. A router that no rule explains is
-refused.
+the router's own choice, and the one that reproduces the router's own weights is taken. A router that no rule explains
+is refused.
 """
 
 from __future__ import annotations
@@ -84,26 +84,21 @@ def choose_rule(router: nn.Module, logits: Tensor, weights: Tensor, indices: Ten
     return rules[best]
 
 
-def probe_rule(router: nn.Module, name: str, tokens: int = 64) -> Rule:
+def probe_rule(router: Any, name: str, tokens: int = 64) -> Rule:
     """Run ``router`` on random hidden states and choose its rule.
 
     Raises:
         ModelError: see :func:`choose_rule`, or a router that does not return ``(logits, weights, indices)``.
     """
-    weight = router.weight
+    weight: Tensor = router.weight
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, weight.shape[-1], generator=generator).to(weight.device, _input_dtype(router))
+    hidden = torch.randn(tokens, weight.shape[-1], generator=generator).to(weight.device, weight.dtype)
     with torch.no_grad():
         # The class's own forward: hooks of others must not see our random tokens.
         output = type(router).forward(router, hidden)
     if not isinstance(output, tuple) or len(output) != 3:
         raise ModelError(f"router {name} ({type(router).__name__}) does not return (logits, weights, indices)")
     return choose_rule(router, *output, name)
-
-
-def _input_dtype(router: nn.Module) -> torch.dtype:
-    """Dtype of the hidden states. A router kept in float32 widens its input itself."""
-    return router.weight.dtype
 
 
 def hook_router(router: nn.Module, name: str) -> RemovableHandle:
@@ -121,7 +116,9 @@ def hook_router(router: nn.Module, name: str) -> RemovableHandle:
     """
     rule = probe_rule(router, name)
 
-    def replay(module: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor] | None:
+    def replay(
+        module: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         logits, weights, own = output
         chosen = site_of(module).route(own)
         if chosen is None:

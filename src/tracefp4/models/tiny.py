@@ -1,8 +1,8 @@
 """Tiny random models of every supported family, for tests, examples and ``tiny:<family>``.
 
 Each is the real transformers class with small dimensions: hidden size 64, two to four layers, four to eight experts of
-which a token uses two. All widths that a number format cuts into blocks are multiples of 32, so NVFP4 (blocks of 16) and
-MXFP4 (blocks of 32) both fit, and the widths differ from each other, so that a swapped axis shows.
+which a token uses two. All widths that a number format cuts into blocks are multiples of 32, so NVFP4 (blocks of 16)
+and MXFP4 (blocks of 32) both fit, and the widths differ from each other, so that a swapped axis shows.
 
 Transformers initialises with a standard deviation of 0.02, which with 64 inputs would give activations near zero and a
 router that cannot choose. Here it is ``1 / sqrt(64)``: every linear layer keeps the variance of its input.
@@ -161,7 +161,8 @@ def tiny_model(
     for name, parameter in model.named_parameters():
         if not any(part in name for part in keep):
             parameter.data = parameter.data.to(dtype)
-    return model.to(device).eval()
+    nn.Module.to(model, device)
+    return model.eval()
 
 
 def _randomise_constants(model: nn.Module) -> None:
