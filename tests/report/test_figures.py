@@ -1,5 +1,6 @@
 """Plots: labels, scales, determinism, and the drawing helpers."""
 
+import itertools
 import math
 
 import pytest
@@ -92,4 +93,4 @@ def test_running_mean():
 @given(st.lists(st.floats(-0.5, 1.5), max_size=6))
 def test_spread_keeps_order_and_distance(heights):
     placed = figures.spread(sorted(heights), 0.08)
-    assert all(b - a >= 0.079 for a, b in zip(placed, placed[1:], strict=False))
+    assert all(b - a >= 0.079 for a, b in itertools.pairwise(placed))

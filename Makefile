@@ -1,0 +1,65 @@
+# make demo   train a small policy with FP4 rollouts on a CPU and write a report
+# make test   install what the tests need and run them        make test ARGS="tests/formats -k pack"
+# make lint   style, format, types, and who may import whom
+#
+# Everything lives in .venv. Stamp files remember what is installed, so a second call starts at once.
+
+PYTHON ?= python3
+VENV   ?= .venv
+# PyPI's wheel of torch for Linux brings CUDA libraries of several GB. For a smaller one without them:
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH  ?= torch==2.13.0
+CONFIG ?= configs/quickstart.toml
+ARGS   ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+.PHONY: help demo dev test lint format clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: | $(BIN)/python
+	$(PIP) $(TORCH)
+	@touch $@
+
+$(VENV)/.all: pyproject.toml | $(VENV)/.torch
+	$(PIP) --editable '.[all]'
+	@touch $@
+
+# fouroversix, the reference of one quantizer's tests, asks for CUDA when it is built from source, and needs none then.
+$(VENV)/.dev: pyproject.toml | $(VENV)/.torch
+	$(PIP) --editable '.[dev]'
+	$(PIP) setuptools wheel ninja packaging
+	SKIP_CUDA_BUILD=1 $(PIP) --no-build-isolation --no-deps fouroversix==1.0.5
+	@touch $@ $(VENV)/.all
+
+demo: $(VENV)/.all
+	$(BIN)/tracefp4 train $(CONFIG)
+	@$(BIN)/python -c 'import pathlib, sys, tomllib; \
+	  run = pathlib.Path(tomllib.loads(pathlib.Path(sys.argv[1]).read_text()).get("output_dir", "runs/default")); \
+	  print("\nThe report of this run:", (run / "report.html").resolve())' $(CONFIG)
+
+dev: $(VENV)/.dev
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .coverage htmlcov
