@@ -32,7 +32,7 @@ OCP = Numerics(
 CEIL = replace(OCP, name="mxfp4-ceil", scale_rule="ceil")
 """``2^ceil(log2(m / 6))``: never clips. FlashInfer, ModelOpt, fouroversix; torchao's RCEIL."""
 
-COMPRESSED_TENSORS = replace(OCP, name="mxfp4-ct", scale_rule="half")
+COMPRESSED_TENSORS = replace(OCP, name="mxfp4-ct", negative_zero="strict", scale_rule="half")
 """compressed-tensors: ``m >= 1.75 x 2^k`` takes the next power of two; values between 6 and 7 scale units saturate."""
 
 SGLANG_KV = replace(

@@ -43,6 +43,7 @@ MODELOPT = Numerics(
 
 COMPRESSED_TENSORS = Numerics(
     name="nvfp4-ct",
+    negative_zero="strict",
     scale_rule="block-first",
     quotient="divide-ratio",
     global_rule="amax-rcp",
