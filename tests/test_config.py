@@ -1,5 +1,7 @@
 """Configuration files: what is accepted, what is refused, and that a resolved config reads back equal."""
 
+import pathlib
+
 import pytest
 
 from tracefp4 import config
@@ -41,3 +43,8 @@ def test_missing_and_broken_files(tmp_path):
     (tmp_path / "bad.toml").write_text("steps = = 3")
     with pytest.raises(ConfigError, match="cannot be read"):
         config.load(tmp_path / "bad.toml")
+
+
+def test_reference_page_is_up_to_date():
+    page = pathlib.Path(__file__).parent.parent / "docs" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == config.reference(), "write config.reference() to docs/configuration.md"

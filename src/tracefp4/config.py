@@ -297,3 +297,34 @@ def _toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
     return json.dumps(value, ensure_ascii=False)
+
+
+def reference() -> str:
+    """All keys as Markdown: name, type, default, meaning. ``docs/configuration.md`` is this text."""
+    lines = [
+        "# Configuration",
+        "",
+        "A run is one TOML file. Every key, its type, its default and its meaning; unknown keys are refused.",
+        "`--set a.b=value` on the command line overrides a key. `tracefp4 train CONFIG --dry-run` prints the resolved file.",
+        "",
+        *_reference(Config, ""),
+    ]
+    for name, field in Config.model_fields.items():
+        table = field.annotation
+        if isinstance(table, type) and issubclass(table, BaseModel):
+            lines += ["", f"## `[{name}]`", "", (table.__doc__ or "").strip(), "", *_reference(table, f"{name}.")]
+    return "\n".join(lines) + "\n"
+
+
+def _reference(model: type[BaseModel], prefix: str) -> list[str]:
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            continue
+        default = field.get_default(call_default_factory=True)
+        text = str(kind).replace("typing.", "") if not isinstance(kind, type) else kind.__name__
+        text = text.replace("|", "\\|")
+        meaning = (field.description or "").replace("\n", " ")
+        rows.append(f"| `{prefix}{name}` | {text} | `{_toml(default)}` | {meaning} |")
+    return rows

@@ -156,3 +156,22 @@ def test_micro_batches_hold_every_example_once_within_the_budget():
     groups = plan_micro_batches(examples, 60)
     assert sorted(e.index for g in groups for e in g) == list(range(6))
     assert all(len(g) == 1 or len(g) * max(e.rows for e in g) <= 60 for g in groups)
+
+
+def test_congruent_scales_are_checked():
+    model, tokens, record = _recorded("qwen3_moe", bits=1)
+    congruent = dataclasses.replace(
+        record, sites={site: r.reduce(1, 3, record.valid) for site, r in record.sites.items()}
+    )
+    sites = TrainerSites(describe(model), SPEC)
+    bind(model, sites)
+    other = Example(_tokens(30, 3), 4, index=1)
+    plain = _logprobs(model, sites, [Example(tokens, 4, record=record), other])
+    assert sites.checks.take() is None
+    assert torch.equal(plain, _logprobs(model, sites, [Example(tokens, 4, record=congruent), other]))
+    assert sites.checks.take() == 0
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.0 + 0.5 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(p.dtype))
+    _logprobs(model, sites, [Example(tokens, 4, record=congruent), other])
+    assert sites.checks.take() > 0.05

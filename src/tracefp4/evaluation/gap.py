@@ -30,6 +30,8 @@ class Scored:
     """One float64 array of response tokens for each rollout, in the caller's order."""
     entropies: list[np.ndarray]
     observer: Observer = field(default_factory=Observer)
+    scale_check_failures: float | None = None
+    """Share of checked chunks whose congruent scales were restored wrongly."""
 
     @property
     def all(self) -> np.ndarray:
@@ -83,6 +85,7 @@ def score(
         done += len(group)
         if progress is not None:
             progress(done)
+    out.scale_check_failures = sites.checks.take()
     return out
 
 

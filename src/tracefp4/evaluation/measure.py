@@ -14,22 +14,34 @@ prompts, because tokens of one prompt are not independent.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
-from tracefp4.core import Rollout, SiteShape
+from tracefp4 import config as settings
+from tracefp4.config import EngineConfig
+from tracefp4.core import Request, Rollout, SamplingParams, SiteShape
 from tracefp4.evaluation.gap import Scored, score
 from tracefp4.formats.spec import Spec, get_spec
+from tracefp4.guidance import frame
+from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, restrict
 from tracefp4.guidance.sizes import bytes_per_token
 from tracefp4.models.binding import bind, unbind
 from tracefp4.models.layout import describe
+from tracefp4.models.loading import LoadedModel, load_model
+from tracefp4.rl.collect import make_requests
+from tracefp4.rl.prompts import Prompter
+from tracefp4.rl.setup import resolve_device
 from tracefp4.rl.statistics import cluster_sums, ratio_bootstrap
+from tracefp4.rl.tasks import make_task
+from tracefp4.rollout.registry import make_engine
 from tracefp4.training.observe import Observer
 from tracefp4.training.sites import TrainerSites
 
@@ -53,6 +65,13 @@ DEFAULT_ROWS: tuple[tuple[str, str], ...] = (
 )
 """Plan and decoder of each guided row; ``half`` stands for the deepest half, the paper's depth."""
 
+DEFAULT_TASK = {
+    "kind": "reasoning_gym",
+    "name": "measure",
+    "options": {"generators": {"chain_sum": {}, "basic_arithmetic": {}, "letter_counting": {}, "number_sorting": {}}},
+}
+"""Prompts of a measurement that names no task."""
+
 
 @dataclass(slots=True)
 class Row:
@@ -70,6 +89,7 @@ class Row:
     p999: float
     wrong_code_rate: float | None
     bytes_per_token: float | None
+    scale_check_failures: float | None = None
 
 
 @dataclass(slots=True)
@@ -112,6 +132,7 @@ def gap_row(
         p999=float(np.quantile(np.abs(delta), 0.999)),
         wrong_code_rate=totals.get("wrong_code_rate"),
         bytes_per_token=size,
+        scale_check_failures=scored.scale_check_failures,
     )
 
 
@@ -204,3 +225,100 @@ def _prompt_numbers(rollouts: Sequence[Rollout]) -> list[int]:
 def _site_rows(name: str, plan: str | None, decoder: str | None, observer: Observer) -> list[dict[str, Any]]:
     head = {"row": name, "plan": plan, "decoder": decoder}
     return [head | {"layer": site.layer, "kind": str(site.kind)} | found for site, found in observer.by_site().items()]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureSettings:
+    """What :func:`measure` is asked for; the command's options."""
+
+    model: str
+    spec: str = "nvfp4-w4a4-kv4"
+    numerics: str = "nvfp4-te"
+    plans: tuple[str, ...] = ()
+    """``plan`` or ``plan@decoder``; empty for :data:`DEFAULT_ROWS`."""
+    prompts: int = 64
+    samples: int = 2
+    max_new_tokens: int = 96
+    temperature: float = 1.0
+    task: str | None = None
+    own_routes: bool = False
+    micro_tokens: int = 8192
+    device: str = "auto"
+    seed: int = 0
+
+
+def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: None) -> Measurement:
+    """Generate with an FP4 and a BF16 engine and score their tokens with one trainer after another.
+
+    Args:
+        wanted: model, spec, plans, sizes.
+        note: called with a line whenever something is done.
+    """
+    device = resolve_device(wanted.device)
+    loaded = load_model(wanted.model, device=device)
+    spec = get_spec(wanted.spec, wanted.numerics)
+    requests = _requests(wanted, loaded)
+    sampled = {name: _generate(loaded, one, plan, requests) for name, one, plan in (
+        ("fp4", spec, Plan.parse(FULL_PLAN)), ("bf16", get_spec("bf16"), None))}  # fmt: skip
+    rollouts, truth = sampled["fp4"]
+    tokens = sum(len(r.response_ids) for r in rollouts)
+    note(f"generated {tokens} response tokens in FP4 and as many samples in BF16")
+    gauge = Gauge(loaded.model, spec, temperature=wanted.temperature, micro_tokens=wanted.micro_tokens, note=note)
+    gauge.floor(sampled["bf16"][0])
+    gauge.unguided(rollouts, truth)
+    for plan, decoder in _plans(wanted, gauge.layout.num_layers):
+        gauge.guided(rollouts, truth, plan, decoder)
+    if wanted.own_routes:
+        gauge.unguided(rollouts, truth, replay=False)
+        gauge.guided(rollouts, truth, Plan.parse("r1-all+mid"), "bracket", replay=False)
+    return Measurement(
+        model=wanted.model,
+        spec=spec.name,
+        numerics=wanted.numerics,
+        device=_device_name(device),
+        tokens=tokens,
+        prompts=wanted.prompts,
+        rows=gauge.rows,
+        sites=gauge.sites,
+    )
+
+
+def _requests(wanted: MeasureSettings, loaded: LoadedModel) -> list[Request]:
+    """Prompts of a task's training split; by default simple reasoning problems of several kinds."""
+    tree = settings.load(wanted.task) if wanted.task else settings.parse({"task": DEFAULT_TASK})
+    task = make_task(tree.task)
+    sampling = SamplingParams(temperature=wanted.temperature, max_new_tokens=wanted.max_new_tokens)
+    items = task.items("train", wanted.prompts, ("measure", wanted.seed))
+    prompter = Prompter(loaded.tokenizer, task.prompt_options)
+    return make_requests(items, prompter, sampling, wanted.samples, wanted.seed, "measure")
+
+
+def _generate(
+    loaded: LoadedModel, spec: Spec, plan: Plan | None, requests: Sequence[Request]
+) -> tuple[list[Rollout], list[Record]]:
+    store = MemoryStore()
+    slots = sum(len(r.prompt_ids) + r.samples * (r.sampling.max_new_tokens + 32) for r in requests)
+    batch = min(256, sum(r.samples for r in requests))
+    engine = make_engine(
+        "embedded",
+        model=copy.deepcopy(loaded.model),
+        tokenizer=loaded.tokenizer,
+        spec=spec,
+        plan=plan,
+        store=store,
+        settings=EngineConfig(max_tokens=min(slots, 262144), max_batch=batch),
+    )
+    engine.sync(dict(loaded.model.named_parameters()), 0)
+    rollouts = engine.generate(requests, guidance=plan is not None)
+    if plan is None:
+        return rollouts, []
+    return rollouts, [frame.decode(store.get(r.guidance)) for r in rollouts if r.guidance is not None]
+
+
+def _plans(wanted: MeasureSettings, num_layers: int) -> list[tuple[Plan, str]]:
+    rows = [(p, d or "bracket") for p, _, d in (text.partition("@") for text in wanted.plans)] or DEFAULT_ROWS
+    return [(Plan.parse(plan.replace("half", f"l{num_layers // 2}")), decoder) for plan, decoder in rows]
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -103,6 +103,9 @@ class Updater:
             self._accumulate(part, load, tally)
             norms.append(self.optimizer.step())
         metrics |= tally.metrics()
+        failed = self.sites.checks.take()
+        if failed is not None:
+            metrics["guidance/scale_check_failures"] = failed
         metrics["grad_norm"] = float(np.mean(norms))
         metrics["lr"] = self.optimizer.learning_rate()
         return metrics

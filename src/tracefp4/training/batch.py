@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tracefp4.core import Site
 from tracefp4.errors import GuidanceMismatch
+from tracefp4.guidance.codec import CHUNK
 from tracefp4.guidance.record import Record, SiteRecord
 
 
@@ -55,7 +56,8 @@ class GuidedRows:
     complete: bool
     """Every real row is guided; then the sites need not compute the unguided rounding."""
     sites: dict[Site, SiteRecord]
-    """Recorded outcomes with ``R`` rows, on the device; rows that are not guided hold zeros and are never read."""
+    """Recorded outcomes with ``R`` rows, on the device; rows that are not guided hold zeros and are never read. Checks
+    of congruent scales have one row a sequence, ``(B, ceil(S / 16))``."""
 
 
 @dataclass(slots=True)
@@ -181,5 +183,19 @@ def _stack_site(site: Site, like: SiteRecord, examples: Sequence[Example], width
                 out[b, : e.rows] = getattr(e.record.sites[site], name)
         return out.flatten(0, 1).to(device, non_blocking=True)
 
-    # Checks are per chunk of a sequence, so they stay with the records and are compared there.
-    return replace(like, planes=stack("planes"), scales=stack("scales"), global_scale=stack("global_scale"), checks=None)
+    parts = {name: stack(name) for name in ("planes", "scales", "global_scale")}
+    return replace(like, **parts, checks=_stack_checks(site, like, examples, width, device))
+
+
+def _stack_checks(
+    site: Site, like: SiteRecord, examples: Sequence[Example], width: int, device: torch.device
+) -> Tensor | None:
+    """Checks of congruent scales, one row a sequence; the check of a chunk of padding is 0."""
+    if like.checks is None:
+        return None
+    out = torch.zeros(len(examples), -(-width // CHUNK), dtype=torch.int32)
+    for b, e in enumerate(examples):
+        checks = None if e.record is None else e.record.sites[site].checks
+        if checks is not None:
+            out[b, : len(checks)] = checks
+    return out.to(device, non_blocking=True)

@@ -29,6 +29,7 @@ from tracefp4.models.sites import Operand
 from tracefp4.quantizers.guided import Outcome, quantize_guided
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.training.batch import GuidedRows, MicroBatch
+from tracefp4.training.checks import ScaleChecks
 from tracefp4.training.observe import Observer
 from tracefp4.training.weights import WeightOperands
 
@@ -48,6 +49,7 @@ class TrainerSites:
         self.guidance: GuidedRows | None = None
         self.routes: Tensor | None = None
         self.observer: Observer | None = None
+        self.checks = ScaleChecks()
         self._experts = {layer: _Experts(self, layer) for layer in layout.moe_layers}
         self._routers = {layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)}
         self._attention = {layer: _Attention(self, layer) for layer in layout.kv_layers}
@@ -109,6 +111,8 @@ class TrainerSites:
         if guidance is None or recorded is None:
             return quantize_nearest(x, numerics)
         result = quantize_guided(x, recorded.outcome(rows), numerics, self.decoder)
+        if recorded.checks is not None:
+            self.checks.count(result.scales, recorded, guidance.guided, rows)
         if guidance.complete:
             return result
         mask = guidance.guided.repeat_interleave(recorded.shape.vectors)
