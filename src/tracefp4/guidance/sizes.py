@@ -1,0 +1,96 @@
+"""What a plan costs in bytes, part by part.
+
+``bytes_per_token`` is what grows with the sequence: codes, block scales, global scales and checks. ``sizes`` is a whole
+frame to the byte, with its routes, valid rows, header and alignment; ``account`` splits a frame that exists. The two
+agree, so a plan can be priced before anything is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tracefp4.core import SiteShape
+from tracefp4.guidance.codec import CHECK_BYTES, CHUNK
+from tracefp4.guidance.header import Header, RouteShape, build_header, encode_header, open_frame
+from tracefp4.guidance.header import align as _align
+from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.record import record_bytes
+
+PARTS = ("codes", "block_scales", "global_scales", "checks", "routes", "valid", "header", "alignment")
+"""Parts of a frame, in the order of the tables below."""
+
+
+def bytes_per_token(plan: Plan, shapes: Iterable[SiteShape], num_layers: int) -> float:
+    """Bytes of guidance that one more token costs: all of a plan's sites, without routes and header.
+
+    Args:
+        plan: what is recorded.
+        shapes: all site shapes of the model.
+        num_layers: decoder layers of the model.
+    """
+    total = 0.0
+    for shape in plan.select(shapes, num_layers):
+        total += sum(record_bytes(shape, plan.bits, plan.scale_bits).values())
+        total += CHECK_BYTES / CHUNK if plan.scale_bits != 8 else 0.0
+    return total
+
+
+def sizes(
+    plan: Plan,
+    shapes: Iterable[SiteShape],
+    rows: int,
+    *,
+    num_layers: int | None = None,
+    routes: RouteShape | None = None,
+    weight_version: int = 0,
+) -> dict[str, int]:
+    """Bytes of each part of one frame, exactly as :func:`~tracefp4.guidance.frame.encode` writes it.
+
+    Args:
+        plan: what is recorded.
+        shapes: the recorded sites, or with ``num_layers`` all sites of the model, of which the plan selects.
+        rows: tokens minus one.
+        num_layers: decoder layers of the model.
+        routes: dtype, MoE layers and top-k of expert routes, if the frame carries them.
+        weight_version: a large one takes a few bytes more in the header.
+
+    Returns:
+        the parts of :data:`PARTS` and their sum, ``total``. Numerics hashes are taken to have 16 characters.
+    """
+    chosen = tuple(shapes) if num_layers is None else plan.select(shapes, num_layers)
+    header, body = build_header(plan, chosen, rows, routes=routes, weights=weight_version)
+    length = len(encode_header(header))
+    return _split(header, length, _align(64 + length) + body)
+
+
+def account(frame: bytes | bytearray | memoryview, label: str = "guidance frame") -> dict[str, int]:
+    """Bytes of each part of a frame that exists; raises :class:`~tracefp4.errors.GuidanceCorrupt` if it is not sound."""
+    view = memoryview(frame).cast("B")
+    header, _ = open_frame(view, label)
+    return _split(header, len(encode_header(header)), len(view))
+
+
+def by_kind(header_or_frame: Header | bytes | bytearray | memoryview) -> dict[str, dict[str, int]]:
+    """Bytes of codes, block scales, global scales and checks for each kind of site of a frame."""
+    header = header_or_frame
+    if not isinstance(header, Header):
+        header = open_frame(memoryview(header).cast("B"), "guidance frame")[0]
+    out: dict[str, dict[str, int]] = {}
+    for site in header.sites:
+        line = out.setdefault(site.kind, dict.fromkeys(PARTS[:4], 0))
+        for part in PARTS[:4]:
+            section = getattr(site, part)
+            line[part] += section[1] if section is not None else 0
+    return out
+
+
+def _split(header: Header, length: int, total: int) -> dict[str, int]:
+    out = dict.fromkeys(PARTS, 0)
+    for line in by_kind(header).values():
+        for part, size in line.items():
+            out[part] += size
+    out["routes"] = 0 if header.routes is None else header.routes.section[1]
+    out["valid"] = header.valid[1]
+    out["header"] = 64 + length
+    out["alignment"] = total - sum(out.values())
+    return out | {"total": total}
