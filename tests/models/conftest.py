@@ -110,7 +110,7 @@ class AttentionSite:
 
 @pytest.fixture
 def make():
-    """Return ``(model, sites, layout)`` for a family, a spec name and a dtype; unbound, set to transformers' eager code."""
+    """Return ``(model, sites, layout)`` for a family, a spec name and a dtype; unbound, running transformers' code."""
 
     def build(family: str, spec: str = "bf16", dtype: torch.dtype = torch.float32, **overrides: object):
         model = tiny_model(family, dtype=dtype, **overrides)

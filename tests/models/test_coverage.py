@@ -107,7 +107,7 @@ def test_sides_that_differ(make):
     rollout = coverage(model, get_spec(SPEC))
     with pytest.raises(CoverageError, match=r"self_attn \(k\): rollout nvfp4-te/kv \w+, trainer absent"):
         compare(rollout, coverage(model, get_spec("nvfp4-w4a4")))
-    with pytest.raises(CoverageError, match="rollout nvfp4-te .* trainer nvfp4-pow2"):
+    with pytest.raises(CoverageError, match=r"rollout nvfp4-te .* trainer nvfp4-pow2"):
         compare(rollout, coverage(model, get_spec(SPEC, "nvfp4-pow2")))
     fewer = dataclasses.replace(rollout, rows=rollout.rows[:-1])
     with pytest.raises(CoverageError, match=r"model\.layers\.1\.mlp\.experts \(experts_mid\): rollout absent"):

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tracefp4.errors import ModelError
-from tracefp4.models.experts import NAME, site_of
+from tracefp4.models.experts import NAME, refuse_autocast, site_of
 from tracefp4.models.sites import AttentionSite
 
 
@@ -53,10 +53,11 @@ def attention_forward(
         ``(B, S, Hq, Dv)`` and no attention weights.
 
     Raises:
-        ModelError: unbound, or asked for something that changes the result and is not supported.
+        ModelError: unbound, under autocast, or asked for something that changes the result and is not supported.
     """
     site: AttentionSite = site_of(module)
     name = type(module).__name__
+    refuse_autocast(query)
     if attention_mask is not None:
         raise ModelError(f"{name}: 4-D attention masks are not supported; pass right-padded batches")
     if dropout:

@@ -208,8 +208,7 @@ def render(table: Coverage) -> str:
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     share = table.quantized_parameters / max(table.parameters, 1)
     text.append(
-        f"spec {table.spec}: {table.quantized_parameters:,} of {table.parameters:,} parameters ({share:.1%}) quantized; "
-        "everything not listed stays in bf16"
+        f"spec {table.spec}: {share:.1%} of {table.parameters:,} parameters quantized; what is not listed stays in bf16"
     )
     return "\n".join(text)
 

@@ -42,6 +42,16 @@ def site_of(module: nn.Module) -> Any:
     return site
 
 
+def refuse_autocast(x: Tensor) -> None:
+    """Refuse autocast, which would narrow the float32 products that both sides count on.
+
+    Raises:
+        ModelError: autocast is enabled on the device of ``x``.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        raise ModelError("autocast changes the arithmetic of quantized layers; load the model in bfloat16 instead")
+
+
 def check_experts(module: Any, name: str) -> None:
     """Refuse experts modules that this function does not compute.
 
@@ -74,11 +84,12 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         ``(T, H)`` in the dtype of ``hidden_states``.
 
     Raises:
-        ModelError: unbound, or expert parallel.
+        ModelError: unbound, expert parallel, or under autocast.
     """
     site: ExpertsSite = site_of(module)
     if getattr(module, "_is_expert_parallel", False):
         raise ModelError("expert parallelism is not supported")
+    refuse_autocast(hidden_states)
     plan = _plan(module, site, hidden_states, top_k_index)
     transposed = bool(getattr(module, "is_transposed", False))
     up_bias, down_bias = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
@@ -139,7 +150,7 @@ def _by_slot(out: Tensor, plan: Dispatch) -> Tensor:
         slots = torch.empty_like(out)
         slots[plan.pairs] = out
         out = slots
-    return out.view(plan.num_tokens, plan.top_k, -1)
+    return out.view(plan.num_tokens, plan.top_k, out.shape[1])
 
 
 def register() -> None:

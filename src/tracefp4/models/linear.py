@@ -156,8 +156,6 @@ def _check(
         raise ModelError(
             f"activation operand {tuple(x_op.values.shape)} for input {tuple(x.shape)}; expected {(rows, width)}"
         )
-    if x_op.values.dtype != w_op.values.dtype:
-        raise ModelError(f"operands differ in dtype: {x_op.values.dtype} and {w_op.values.dtype}")
 
 
 def _forward(
@@ -209,19 +207,16 @@ def _dense_product(x: Tensor, w: Tensor, plan: Dispatch, gather: bool) -> Tensor
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product of 2-D or 3-D operands, accumulated and returned in float32 (float64 operands: float64).
 
-    On CUDA bfloat16 operands go to the tensor cores as they are; elsewhere they are widened, which is exact.
+    On CUDA bfloat16 operands go to the tensor cores as they are; elsewhere they are widened, which is exact. An operand
+    that is float32 already is taken as it is: on the CPU, where widening the weights costs more than a decode step's
+    product, a site can keep them so.
     """
-    if a.dtype is torch.float64:
-        return a @ b
-    if a.dtype is torch.float32:
-        return _float32_product(a, b)
-    if a.device.type == "cuda" and _wide_output(a.device, a.dtype):
-        return torch.mm(a, b, out_dtype=torch.float32) if a.ndim == 2 else torch.bmm(a, b, out_dtype=torch.float32)
-    return _float32_product(a.float(), b.float())
-
-
-def _float32_product(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a, b) if a.ndim == 2 else torch.bmm(a, b)
+    multiply = torch.mm if a.ndim == 2 else torch.bmm
+    narrow = a.dtype is b.dtype and a.dtype in (torch.bfloat16, torch.float16)
+    if narrow and a.device.type == "cuda" and _wide_output(a.device, a.dtype):
+        return multiply(a, b, out_dtype=torch.float32)
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    return multiply(a.to(wide), b.to(wide))
 
 
 @functools.cache
@@ -292,7 +287,7 @@ def _grad_input(grad: Tensor, w_op: Operand, plan: Dispatch, gather: bool) -> Te
         return rows
     slots = torch.empty_like(rows)
     slots[plan.pairs] = rows
-    slots = slots.view(plan.num_tokens, plan.top_k, -1)
+    slots = slots.view(plan.num_tokens, plan.top_k, rows.shape[1])
     total = slots[:, 0].clone()
     for slot in range(1, plan.top_k):
         total += slots[:, slot]

@@ -24,6 +24,8 @@ from tracefp4.models.experts import site_of
 
 Rule = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """``(router, logits (T, E), indices (T, K)) -> weights (T, K)``."""
+Routed = tuple[Tensor, Tensor, Tensor]
+"""``(logits, weights, indices)``, what a router returns."""
 
 
 def softmax_all(router: nn.Module, logits: Tensor, indices: Tensor) -> Tensor:
@@ -101,8 +103,11 @@ def probe_rule(router: Any, name: str, tokens: int = 64) -> Rule:
     return choose_rule(router, *output, name)
 
 
-def hook_router(router: nn.Module, name: str) -> RemovableHandle:
+def hook_router(router: Any, name: str) -> RemovableHandle:
     """Pass the choices of ``router`` through ``route`` of its site object, and gate values through the router's rule.
+
+    The rule is chosen here, on random hidden states. A router whose weight is sharded or not materialised yet cannot run
+    outside the model: its rule is chosen by the first forward that replays.
 
     Args:
         router: the router, bound.
@@ -114,19 +119,28 @@ def hook_router(router: nn.Module, name: str) -> RemovableHandle:
     Raises:
         ModelError: see :func:`probe_rule`.
     """
-    rule = probe_rule(router, name)
+    weight = router.weight
+    whole = not (weight.is_meta or hasattr(weight, "placements"))
+    return router.register_forward_hook(_Replay(name, probe_rule(router, name) if whole else None))
 
-    def replay(
-        module: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+
+class _Replay:
+    """The forward hook of one router."""
+
+    def __init__(self, name: str, rule: Rule | None) -> None:
+        self.name, self.rule = name, rule
+
+    def __call__(self, module: nn.Module, _: Any, output: Routed) -> Routed | None:
         logits, weights, own = output
         chosen = site_of(module).route(own)
         if chosen is None:
             return None
         if chosen.shape != own.shape:
-            raise ModelError(f"router {name}: replayed routes {tuple(chosen.shape)} for a choice of {tuple(own.shape)}")
+            raise ModelError(
+                f"router {self.name}: replayed routes {tuple(chosen.shape)} for a choice of {tuple(own.shape)}"
+            )
+        if self.rule is None:
+            self.rule = choose_rule(module, logits.detach(), weights.detach(), own, self.name)
         chosen = chosen.to(own.device, own.dtype)
         indices = torch.where((chosen < 0).any(dim=-1, keepdim=True), own, chosen)
-        return logits, rule(module, logits, indices).to(weights.dtype), indices
-
-    return router.register_forward_hook(replay)
+        return logits, self.rule(module, logits, indices).to(weights.dtype), indices
