@@ -43,6 +43,10 @@ class Entry:
 
 
 COMMANDS: dict[str, Entry] = {
+    "train": Entry("tracefp4.cli.train", "Train a policy by RL with FP4 rollouts."),
+    "measure": Entry("tracefp4.cli.measure", "Measure how far apart rollout and trainer are."),
+    "rollout": Entry("tracefp4.cli.rollout", "Generate in FP4 and record guidance."),
+    "eval": Entry("tracefp4.cli.eval", "Estimate pass@k of a policy as it is deployed."),
     "report": Entry("tracefp4.cli.report", "Write the page of one run, or of several side by side."),
     "doctor": Entry("tracefp4.cli.doctor", "Check this machine and what it can run."),
 }
