@@ -66,10 +66,11 @@ def pack_bits(low: Tensor, bits: int) -> Tensor:
         FormatError: wrong dtype, ``D`` or ``bits``.
     """
     if low.dtype != torch.uint8 or low.ndim == 0 or low.shape[-1] % 8:
-        raise FormatError(f"bit planes take uint8 values (..., D) with D a multiple of 8, got {low.dtype} {tuple(low.shape)}")
+        raise FormatError(
+            f"bit planes take uint8 values (..., D) with D a multiple of 8, got {low.dtype} {tuple(low.shape)}"
+        )
     _check_bits(bits)
-    low = low.contiguous()
-    words = (low if low.storage_offset() % 8 == 0 else low.clone()).view(torch.int64)
+    words = _view(low, torch.int64)
     planes = [(((words >> b) & _ONES) * _GATHER) >> 56 for b in range(bits)]
     return torch.cat(planes, dim=-1).to(torch.uint8)
 
@@ -91,7 +92,8 @@ def unpack_bits(planes: Tensor, bits: int, width: int) -> Tensor:
     _check_bits(bits)
     if planes.dtype != torch.uint8 or width % 8 or planes.ndim == 0 or planes.shape[-1] * 8 != bits * width:
         raise FormatError(
-            f"{bits} planes of {width} values are uint8 (..., {bits * width / 8:g}), got {planes.dtype} {tuple(planes.shape)}"
+            f"{bits} planes of {width} values are uint8 (..., {bits * width / 8:g}), "
+            f"got {planes.dtype} {tuple(planes.shape)}"
         )
     words = planes.unflatten(-1, (bits, width // 8)).to(torch.int64)
     flags = ((((words * _ONES) & _SPREAD) + _FILL) >> 7) & _ONES
@@ -161,7 +163,7 @@ def scale_checks(scales: Tensor, valid: Tensor | None = None) -> Tensor:
         raise FormatError(f"scale checks take uint8 (..., T, n), got {scales.dtype} {tuple(scales.shape)}")
     rows, n = scales.shape[-2:]
     padded = torch.nn.functional.pad(scales, (0, -n % 4, 0, -rows % CHUNK))
-    words = padded.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    words = _view(padded, torch.int32).to(torch.int64) & 0xFFFFFFFF
     if valid is not None:
         words = words * torch.nn.functional.pad(valid, (0, -rows % CHUNK))[..., None]
     keys = _keys_on(words.shape[-1], scales.device)
@@ -175,7 +177,7 @@ def _keys_on(words: int, device: torch.device) -> Tensor:
 
 
 def check_keys(words: int) -> Tensor:
-    """Keys of the checks, int64 ``(16, words)``: SplitMix64 (Steele, Lea and Flood 2014) of ``token * 2^32 + word + 1``."""
+    """Keys of the checks, int64 ``(16, words)``: SplitMix64 (Steele et al. 2014) of ``token * 2^32 + word + 1``."""
     index = (np.arange(CHUNK, dtype=np.uint64)[:, None] << np.uint64(32)) + np.arange(1, words + 1, dtype=np.uint64)
     with np.errstate(over="ignore"):
         z = index * np.uint64(0x9E3779B97F4A7C15)
@@ -183,6 +185,14 @@ def check_keys(words: int) -> Tensor:
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)
     return torch.from_numpy(z.view(np.int64))
+
+
+def _view(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as wider integers along the last axis, without a copy where memory permits it."""
+    data = data.contiguous()
+    if data.numel() == 0:
+        return data.new_empty((*data.shape[:-1], data.shape[-1] // dtype.itemsize), dtype=dtype)
+    return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
 
 
 def _check_bits(bits: int) -> None:

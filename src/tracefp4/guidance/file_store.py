@@ -47,7 +47,12 @@ class FileStore:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, name: str | None = None, read_only: bool = False, fsync: bool = False
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        read_only: bool = False,
+        fsync: bool = False,
     ) -> None:
         self.path = Path(directory).absolute()
         self._name = name or str(self.path)
@@ -60,7 +65,7 @@ class FileStore:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             if not read_only:
-                self._take_lock()
+                self._lock(self._fd)
 
     @property
     def name(self) -> str:
@@ -158,16 +163,19 @@ class FileStore:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _take_lock(self) -> None:
+    def _lock(self, directory: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._lock_fd = os.open(_LOCK, flags, 0o600, dir_fd=self._directory())
         try:
+            self._lock_fd = os.open(_LOCK, flags, 0o600, dir_fd=directory)
             fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
             raise GuidanceError(
-                f"another process writes to {self.path}; give each run a directory of its own, or open it with read_only=True"
+                f"another store writes to {self.path}; give each run its own directory, or open it with read_only=True"
             ) from None
+        except OSError:
+            self.close()
+            raise
 
     def _write(self, name: str, view: memoryview) -> None:
         """Write a temporary file and rename it. Whatever fails, the temporary file goes and nothing else changes."""
@@ -184,7 +192,7 @@ class FileStore:
             finally:
                 os.close(fd)
             os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except BaseException:
+        except OSError:
             with contextlib.suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
             raise
@@ -235,8 +243,6 @@ class FileStore:
         try:
             yield
         except OSError as error:
-            if self._fd is not None and self._lock_fd is None and not self._read_only:
-                self.close()
             free = ""
             if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
                 free = f"; {_free(self.path)} bytes are free there"

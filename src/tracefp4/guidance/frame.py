@@ -167,7 +167,8 @@ def check_expectation(header: Header, expect: Expectation, label: str = "guidanc
     if expect.tokens is not None:
         if header.rows != len(expect.tokens) - 1:
             raise GuidanceMismatch(
-                f"{label} has {header.rows} rows, a sequence of {len(expect.tokens)} tokens has {len(expect.tokens) - 1}"
+                f"{label} has {header.rows} rows, "
+                f"a sequence of {len(expect.tokens)} tokens has {len(expect.tokens) - 1}"
             )
         own = token_hash(expect.tokens)
         if header.tokens != own:
@@ -185,7 +186,9 @@ def _compare_shapes(found: Sequence[SiteShape], expected: Sequence[SiteShape], l
     have, want = {s.site: s for s in found}, {s.site: s for s in expected}
     for site in sorted(have.keys() | want.keys()):
         if have.get(site) != want.get(site):
-            raise GuidanceMismatch(f"{label} at site {site}: recorded {_say(have.get(site))}, expected {_say(want.get(site))}")
+            raise GuidanceMismatch(
+                f"{label} at site {site}: recorded {_say(have.get(site))}, expected {_say(want.get(site))}"
+            )
 
 
 def _say(shape: SiteShape | None) -> str:

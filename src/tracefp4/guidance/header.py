@@ -139,12 +139,8 @@ def build_header(
         global_scales = place(rows * size["global_scales"]) if shape.token_scale else None
         checks = place(chunks(rows) * CHECK_BYTES) if plan.scale_bits != 8 else None
         site = shape.site
-        sites.append(
-            SiteEntry(
-                site.layer, site.kind.value, shape.vectors, shape.width, shape.block, shape.token_scale,
-                codes, scales, global_scales, checks,
-            )  # fmt: skip
-        )
+        dims = (shape.vectors, shape.width, shape.block, shape.token_scale)
+        sites.append(SiteEntry(site.layer, site.kind.value, *dims, codes, scales, global_scales, checks))
     return Header(str(plan), tokens, numerics, weights, rows, valid, entry, tuple(sites)), cursor
 
 
@@ -181,7 +177,7 @@ def header_problem(header: Header) -> str | None:
     if header.routes is not None:
         layers, top_k = header.routes.layers, header.routes.top_k
         if not (1 <= layers <= LIMITS.layers and 1 <= top_k <= LIMITS.vectors):
-            return f"routes of {layers} layers and top {top_k}, at most {LIMITS.layers} and {LIMITS.vectors} are accepted"
+            return f"routes of {layers} layers and top {top_k}, at most {LIMITS.layers} and {LIMITS.vectors} fit"
     if len(header.sites) > LIMITS.sites:
         return f"{len(header.sites)} sites, at most {LIMITS.sites} are accepted"
     if bool(header.sites) != bool(plan):
@@ -199,9 +195,10 @@ def _sites_problem(sites: Sequence[SiteEntry], plan: Plan) -> str | None:
         if (entry.layer, entry.kind) <= before:
             return f"{name} comes after site {before[0]}.{before[1]}; sites are sorted and occur once"
         before = (entry.layer, entry.kind)
-        if not (entry.layer < LIMITS.layers and 1 <= entry.vectors <= LIMITS.vectors and 1 <= entry.width <= LIMITS.width):
+        vectors, width = entry.vectors, entry.width
+        if not (entry.layer < LIMITS.layers and 1 <= vectors <= LIMITS.vectors and 1 <= width <= LIMITS.width):
             return (
-                f"{name} has {entry.vectors} vectors of {entry.width} values, "
+                f"{name} has {vectors} vectors of {width} values, "
                 f"at most {LIMITS.vectors} of {LIMITS.width} in {LIMITS.layers} layers are accepted"
             )
         if entry.block < 1 or entry.width % entry.block or entry.width % 8:
@@ -298,7 +295,7 @@ def _foreign(head: bytes) -> str:
     """A guess at what a buffer is, from its first bytes."""
     if not head:
         return "empty"
-    known = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive (torch.save writes these)", b"\x93NUMPY": "a NumPy file"}
+    known = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive, as torch.save writes", b"\x93NUMPY": "a NumPy file"}
     guess = next((f", perhaps {what}" for start, what in known.items() if head.startswith(start)), "")
     return f"no guidance frame: it starts with {head.hex(' ')}{guess}"
 

@@ -58,7 +58,9 @@ class MemoryStore:
         with self._lock:
             frame = self._find(handle)
         if len(frame) != handle.nbytes:
-            raise GuidanceCorrupt(f"{handle.key!r} in {self._name!r} has {len(frame)} bytes, its handle says {handle.nbytes}")
+            raise GuidanceCorrupt(
+                f"{handle.key!r} in {self._name!r} has {len(frame)} bytes, its handle says {handle.nbytes}"
+            )
         return memoryview(frame)
 
     def delete(self, handle: Handle) -> None:
@@ -101,5 +103,5 @@ class MemoryStore:
     def _check_room(self, key: str, size: int) -> None:
         if self._max_bytes is not None and self._nbytes + size > self._max_bytes:
             raise GuidanceError(
-                f"no room for {size} bytes under {key!r} in {self._name!r}: {self._nbytes} of {self._max_bytes} are used"
+                f"no room for {size} bytes under {key!r} in {self._name!r}: {self._nbytes} of {self._max_bytes} used"
             )

@@ -77,7 +77,7 @@ class Plan:
         object.__setattr__(self, "kinds", tuple(kind for kind in ALL_KINDS if kind in self.kinds))
         if not self.kinds:
             if (self.bits, self.depth, self.scale_bits) != (0, None, 8):
-                raise ConfigError("a plan without kinds of site keeps nothing; write Plan(0, kinds=()), which is 'none'")
+                raise ConfigError("a plan without kinds of site keeps nothing; that is Plan(0, kinds=()), or 'none'")
         elif self.bits not in (1, 2, 3, 4):
             raise ConfigError(f"a plan keeps 1 to 4 bits of each code, got {self.bits}")
         elif self.depth is not None and not 1 <= self.depth < 100_000:

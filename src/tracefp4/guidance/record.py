@@ -105,7 +105,7 @@ class SiteRecord:
         Args:
             start: first row.
             stop: one past the last row.
-            checks: keep the scale checks; they need whole chunks, so ``start`` a multiple of 16 and ``stop`` one or the end.
+            checks: keep the scale checks. They need whole chunks: ``start`` a multiple of 16, ``stop`` one or the end.
 
         Raises:
             GuidanceError: the range is not within the record, or cuts a chunk of the checks.
@@ -120,12 +120,33 @@ class SiteRecord:
                 )
             kept = self.checks[start // CHUNK : -(-stop // CHUNK)]
         scale = None if self.global_scale is None else self.global_scale[start:stop]
-        return replace(self, planes=self.planes[start:stop], scales=self.scales[start:stop], global_scale=scale, checks=kept)
+        planes, scales = self.planes[start:stop], self.scales[start:stop]
+        return replace(self, planes=planes, scales=scales, global_scale=scale, checks=kept)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SiteRecord:
         """The same record on another device."""
         moved = {k: None if t is None else t.to(device, non_blocking=non_blocking) for k, t in self._tensors().items()}
         return replace(self, **moved)
+
+    def misses(self, scales: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Which chunks of 16 rows hold a scale that was not restored to the rollout's byte.
+
+        Args:
+            scales: uint8 ``(T, vectors, width / block)``, the whole bytes that the trainer restored.
+            valid: bool ``(T,)``, the record's.
+
+        Returns:
+            bool ``(ceil(T / 16),)`` on the device of ``scales``. A wrong chunk passes with a probability of 2^-31.
+
+        Raises:
+            GuidanceError: the record has no checks (its scales are whole), or the shape does not fit.
+        """
+        if self.checks is None:
+            raise GuidanceError(f"site {self.shape.site} has no checks: its scales travelled whole")
+        shape = (self.rows, self.shape.vectors, self.shape.width // self.shape.block)
+        if tuple(scales.shape) != shape:
+            raise GuidanceError(f"site {self.shape.site} has scales {shape}, got {tuple(scales.shape)}")
+        return scale_checks(scales.flatten(1), valid) != self.checks
 
     def reduce(self, bits: int, scale_bits: int, valid: Tensor | None = None) -> SiteRecord:
         """What a smaller plan would have recorded: fewer bits a code, or congruent scales instead of whole ones.
@@ -203,7 +224,7 @@ def restrict(record: Record, plan: Plan, shapes: Sequence[SiteShape], num_layers
     sites: dict[Site, SiteRecord] = {}
     for shape in plan.select(shapes, num_layers):
         if shape.site not in record.sites:
-            raise GuidanceError(f"plan {str(plan)!r} needs site {shape.site}, the record has plan {record.plan!r} without it")
+            raise GuidanceError(f"plan {str(plan)!r} needs site {shape.site}, a record of {record.plan!r} lacks it")
         if record.sites[shape.site].shape != shape:
             raise GuidanceMismatch(f"the record has {record.sites[shape.site].shape}, the model {shape}")
         sites[shape.site] = record.sites[shape.site].reduce(plan.bits, plan.scale_bits, record.valid)

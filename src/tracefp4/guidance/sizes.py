@@ -64,7 +64,7 @@ def sizes(
 
 
 def account(frame: bytes | bytearray | memoryview, label: str = "guidance frame") -> dict[str, int]:
-    """Bytes of each part of a frame that exists; raises :class:`~tracefp4.errors.GuidanceCorrupt` if it is not sound."""
+    """Bytes of each part of a frame that exists. Raises ``GuidanceCorrupt`` or ``GuidanceMismatch`` if it is not sound."""
     view = memoryview(frame).cast("B")
     header, _ = open_frame(view, label)
     return _split(header, len(encode_header(header)), len(view))
@@ -85,7 +85,7 @@ def by_kind(header_or_frame: Header | bytes | bytearray | memoryview) -> dict[st
 
 
 def _split(header: Header, length: int, total: int) -> dict[str, int]:
-    out = dict.fromkeys(PARTS, 0)
+    out: dict[str, int] = dict.fromkeys(PARTS, 0)
     for line in by_kind(header).values():
         for part, size in line.items():
             out[part] += size

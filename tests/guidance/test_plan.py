@@ -1,0 +1,127 @@
+"""Plans: names, choices of sites, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tracefp4.core import Kind, Site, SiteShape
+from tracefp4.errors import ConfigError
+from tracefp4.guidance.plan import ALL_KINDS, Plan
+
+IN, MID, K, V, LATENT = Kind.EXPERTS_IN, Kind.EXPERTS_MID, Kind.K, Kind.V, Kind.LATENT
+
+
+def shapes(layers: int = 4) -> list[SiteShape]:
+    out = []
+    for layer in range(layers):
+        if layer % 2:
+            out += [SiteShape(Site(layer, kind), 2, 32, 16, False) for kind in (K, V)]
+        out += [SiteShape(Site(layer, IN), 1, 64, 16, True), SiteShape(Site(layer, MID), 2, 32, 16, True)]
+    return out
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("r1-l20", Plan(1, 20, (IN, K, V, LATENT))),
+        ("r4-all", Plan(4)),
+        ("r1-all+mid", Plan(1, None, ALL_KINDS)),
+        ("r1-all+mid/s3", Plan(1, None, ALL_KINDS, 3)),
+        ("r2-l3/s2", Plan(2, 3, scale_bits=2)),
+        ("r1-all:kv", Plan(1, None, (K, V, LATENT))),
+        ("r1-all:experts", Plan(1, None, (IN,))),
+        ("r1-all:experts+mid", Plan(1, None, (IN, MID))),
+        ("r1-all:mid", Plan(1, None, (MID,))),
+        ("r3-all:v", Plan(3, None, (V,))),
+        ("r1-all:kv+mid/s3", Plan(1, None, (K, V, LATENT, MID), 3)),
+        ("none", Plan(0, kinds=())),
+    ],
+)
+def test_names(text: str, plan: Plan) -> None:
+    assert Plan.parse(text) == plan
+    assert str(plan) == text
+
+
+@pytest.mark.parametrize(("text", "short"), [("r1-all/s8", "r1-all"), ("r1-all:kv+experts", "r1-all"), ("r1-l2:latent+v+k", "r1-l2:kv")])
+def test_other_names_of_a_plan_are_shortened(text: str, short: str) -> None:
+    assert str(Plan.parse(text)) == short
+
+
+@given(
+    bits=st.integers(1, 4),
+    depth=st.none() | st.integers(1, 99_999),
+    kinds=st.lists(st.sampled_from(ALL_KINDS), min_size=1),
+    scale_bits=st.sampled_from([8, 3, 2]),
+)
+def test_every_plan_has_a_name(bits: int, depth: int | None, kinds: list[Kind], scale_bits: int) -> None:
+    plan = Plan(bits, depth, tuple(kinds), scale_bits)
+    assert Plan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "nearest"),
+    [
+        ("r5-all", "r4-all"),
+        ("r1l20", "r1-l20"),
+        ("R1-L20", "r1-l20"),
+        ("r1-l020", "r1-l20"),
+        ("r1-all+mit", "r1-all+mid"),
+        ("r1-all+mid/s4", "r1-all+mid/s3"),
+        ("r1-all:kvs", "r1-all:kv"),
+        ("nonr", "none"),
+    ],
+)
+def test_errors_name_the_nearest_plan(text: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"did you mean {nearest!r}?")):
+        Plan.parse(text)
+
+
+@given(st.text(max_size=20))
+def test_any_text_is_a_plan_or_a_sentence(text: str) -> None:
+    try:
+        plan = Plan.parse(text)
+    except ConfigError as error:
+        assert "plan" in str(error)
+    else:
+        assert Plan.parse(str(plan)) == plan
+
+
+def test_a_site_named_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names the sites 'k' twice"):
+        Plan.parse("r1-all+k")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"bits": 5}, {"bits": 0}, {"bits": 1, "depth": 0}, {"bits": 1, "scale_bits": 4}, {"bits": 1, "kinds": ()}]
+)
+def test_impossible_plans(wrong: dict) -> None:
+    with pytest.raises(ConfigError):
+        Plan(**wrong)
+
+
+def test_select_takes_the_deepest_decoder_layers() -> None:
+    chosen = Plan.parse("r1-l2").select(shapes(), 4)
+    assert [str(s.site) for s in chosen] == ["2.experts_in", "3.k", "3.v", "3.experts_in"]
+    # Depth counts decoder layers, not layers with sites.
+    assert [s.site.layer for s in Plan.parse("r1-l3").select(shapes(), 5)] == [2, 3, 3, 3]
+
+
+def test_select_by_kind() -> None:
+    assert {s.site.kind for s in Plan.parse("r1-all:kv").select(shapes(), 4)} == {K, V}
+    assert Plan.parse("r1-all+mid").select(shapes(), 4) == tuple(shapes())
+    assert Plan.parse("none").select(shapes(), 4) == ()
+    assert not Plan.parse("none")
+    assert Plan.parse("r1-all")
+
+
+def test_select_refuses_what_the_model_lacks() -> None:
+    with pytest.raises(ConfigError, match=r"covers 20 layers, the model has 4 \(did you mean 'r1-all'\?\)"):
+        Plan.parse("r1-l20").select(shapes(), 4)
+    with pytest.raises(ConfigError, match=r"selects no site; the model has experts_in, experts_mid, k, v in layers 0 to 3"):
+        Plan.parse("r1-all:latent").select(shapes(), 4)
+    with pytest.raises(ConfigError, match="the spec quantizes no site"):
+        Plan.parse("r1-all").select([], 4)
