@@ -96,6 +96,11 @@ def test_e8m0_of_the_non_finite():
     assert got.tolist() == [255, e8m0.from_amax(torch.tensor([3.4028234663852886e38]), "ceil", 2, 0x400000).item(), 0]
 
 
+def test_bytes_of_constants():
+    assert [e4m3.byte(e4m3_value(b)) for b in range(127)] == list(range(127))
+    assert [e8m0.byte(2.0 ** (b - 127)) for b in range(255)] == list(range(255))
+
+
 @given(st.floats(min_value=2.0**-120, max_value=2.0**125, width=32))
 def test_ceil_never_clips_and_floor_never_wastes_an_octave(m):
     ceil = 2.0 ** (e8m0.from_amax(torch.tensor([m]), "ceil", 2, 0x400000).item() - 127)

@@ -22,9 +22,7 @@ uses it fails loudly; it does not touch the global scale nor any other block. A 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -292,20 +290,12 @@ def _scales_from_amax(amax: Tensor, g: Tensor | None, numerics: Numerics) -> Ten
     data = e4m3.encode(value.clamp(min=numerics.scale_floor) if numerics.scale_floor else value)
     if numerics.zero_scale == 0.0 and numerics.scale_floor == 0.0:
         return data
-    return data.masked_fill((amax == 0) | (data == 0), _byte(numerics.zero_scale, "e4m3"))
+    return data.masked_fill((amax == 0) | (data == 0), e4m3.byte(numerics.zero_scale))
 
 
 def _e8m0_scales(amax: Tensor, numerics: Numerics) -> Tensor:
     power, top, half = (2, 0x400000, 0x600000) if numerics.element == "e2m1" else (8, 0x600000, 0x780000)
     data = e8m0.from_amax(amax, numerics.scale_rule, power, half if numerics.scale_rule == "half" else top)
     if numerics.scale_floor:
-        data = data.clamp_(min=_byte(numerics.scale_floor, "e8m0"))
-    return data.masked_fill(amax == 0, _byte(numerics.zero_scale, "e8m0"))
-
-
-@lru_cache(maxsize=64)
-def _byte(value: float, scale_format: str) -> int:
-    """Byte of a scale that its format holds exactly."""
-    if scale_format == "e8m0":
-        return math.frexp(value)[1] + 126
-    return int(e4m3.encode(torch.tensor(value)))
+        data = data.clamp_(min=e8m0.byte(numerics.scale_floor))
+    return data.masked_fill(amax == 0, e8m0.byte(numerics.zero_scale))

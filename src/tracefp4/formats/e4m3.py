@@ -10,6 +10,8 @@ Source: OCP 8-bit floating point specification (OFP8) 1.0.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,3 +42,11 @@ def decode(data: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         dtype: result type.
     """
     return data.view(torch.float8_e4m3fn).to(dtype)
+
+
+def byte(value: float) -> int:
+    """Byte of a non-negative constant that the format holds exactly."""
+    mantissa, exponent = math.frexp(value)  # value = mantissa 2^exponent, 1/2 <= mantissa < 1
+    if exponent <= -6:
+        return int(value * 512)
+    return ((exponent + 6) << 3) + int(16 * mantissa - 8)

@@ -16,6 +16,8 @@ All three read the exponent and the mantissa of ``m`` as integers, so none depen
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -60,3 +62,8 @@ def from_amax(amax: Tensor, rule: str, power: int, mantissa: int) -> Tensor:
         exponent = exponent + (field >= mantissa)
     data = (exponent - power).clamp(0, 254)
     return torch.where(amax.isnan(), NAN, data).to(torch.uint8)
+
+
+def byte(value: float) -> int:
+    """Byte of a power of two from ``2^-127`` to ``2^127``."""
+    return math.frexp(value)[1] + 126

@@ -12,7 +12,6 @@ device, and needs six cheap integer passes where seven comparisons need fourteen
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -66,16 +65,27 @@ def lookup(table: Tensor, index: Tensor) -> Tensor:
     return table.index_select(0, index.reshape(-1)).view(index.shape)
 
 
-@lru_cache(maxsize=256)
 def on_device(make: Callable[..., Tensor], device: torch.device, *args: object) -> Tensor:
     """The table ``make(*args)`` as a tensor on ``device``, made once.
 
-    The first use on a device copies from the host, so warm up before capturing a CUDA graph.
+    The first use on a device computes on the host and copies, so warm up before capturing a CUDA graph or compiling.
 
     Args:
         make: a module-level function that returns the table.
         device: where the table will be read.
         args: hashable arguments of ``make``.
     """
+    key = (make.__name__, str(device), *args)
+    table = _made.get(key)
+    return _make(make, device, args, key) if table is None else table
+
+
+_made: dict[tuple[object, ...], Tensor] = {}
+
+
+@torch.compiler.disable
+def _make(
+    make: Callable[..., Tensor], device: torch.device, args: tuple[object, ...], key: tuple[object, ...]
+) -> Tensor:
     with torch.inference_mode(False):  # a table made in inference mode could not be used in training
-        return make(*args).to(device)
+        return _made.setdefault(key, make(*args).to(device))
