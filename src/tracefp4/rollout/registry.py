@@ -1,8 +1,8 @@
 """Engines by name.
 
-``embedded`` is built in; others are found by entry point (group ``tracefp4.engines``), so that neither the RL loop nor a
-command imports an engine it does not use. An entry point names a function with the signature of :func:`make_engine`
-without its first argument.
+``embedded`` is ours. Others are found by entry point, so that this package never imports them: a plugin declares in the
+group ``tracefp4.engines`` a function that takes the arguments of :func:`make_engine` and returns an
+:class:`~tracefp4.rollout.engine.Engine`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from tracefp4.guidance.store import Store
 from tracefp4.rollout.engine import Engine
 
 GROUP = "tracefp4.engines"
-"""Entry-point group of engines that other packages bring."""
+"""Entry point group of external engines."""
+
+
+def engine_names() -> tuple[str, ...]:
+    """Names that :func:`make_engine` accepts here."""
+    return ("embedded", *sorted(point.name for point in entry_points(group=GROUP)))
 
 
 def make_engine(
@@ -30,40 +35,30 @@ def make_engine(
     tokenizer: Any,
     spec: Spec,
     plan: Plan | None,
-    store: Store,
+    store: Store | None,
     settings: EngineConfig,
 ) -> Engine:
-    """Build the engine called ``name``.
+    """Build an engine.
 
     Args:
-        name: ``embedded`` or an entry point's name.
-        model: the engine's own copy of the policy.
-        tokenizer: for stop strings.
-        spec: what the engine quantizes.
-        plan: what it records for guidance; ``None`` records nothing.
-        store: where guidance frames go.
+        name: one of :func:`engine_names`.
+        model: a copy of the model for the engine to keep.
+        tokenizer: of the model, or ``None``.
+        spec: what is quantized.
+        plan: what is recorded, or ``None``.
+        store: where guidance goes.
         settings: sizes.
 
     Raises:
-        ConfigError: no engine of that name; the message gives the nearest one.
+        ConfigError: no such engine is installed.
     """
     if name == "embedded":
         from tracefp4.rollout.embedded import EmbeddedEngine
 
-        return EmbeddedEngine(
-            model,
-            tokenizer,
-            spec,
-            plan=plan,
-            store=store,
-            max_tokens=settings.max_tokens,
-            page_size=settings.page_size,
-            max_batch=settings.max_batch,
-            prefill_chunk=settings.prefill_chunk,
-            cuda_graphs=settings.cuda_graphs,
-        )
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found:
-        raise ConfigError(f"unknown engine {name!r}{suggest(name, ['embedded', *found])}")
-    factory = found[name].load()
-    return factory(model=model, tokenizer=tokenizer, spec=spec, plan=plan, store=store, settings=settings)
+        return EmbeddedEngine(model, tokenizer, spec, plan, store, **settings.model_dump())
+    for point in entry_points(group=GROUP):
+        if point.name == name:
+            return point.load()(model=model, tokenizer=tokenizer, spec=spec, plan=plan, store=store, settings=settings)
+    raise ConfigError(
+        f"unknown engine {name!r}{suggest(name, engine_names())}; engines of other packages are found by entry point"
+    )

@@ -1,0 +1,169 @@
+"""Recording quantization outcomes where they happen, in rows that belong to KV slots.
+
+A token's outcomes are written at quantize time into the row of the slot that holds its K and V. So everything that is
+true of slots is true of guidance: a prompt that samples share has its rows once, a copied page takes its rows along,
+and what a freed slot held is overwritten by its next owner. Codes of K and V need no recording at all: the pool *is*
+the record.
+
+One row is bytes, site after site of the plan, and in a site vector after vector::
+
+    [ bit planes: bits * width / 8 | block scales: width / block, whole bytes | global scale: 4 | ticket: 4 ]
+
+so that one scatter writes an outcome and one gather reads it. The *ticket* (:mod:`tracefp4.rollout.request`) says who
+wrote the row; a row that bears another ticket was never recorded and is marked invalid. Scales are whole here even if
+the plan sends three bits of them: their checksum is taken over the whole bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracefp4.core import KV_KINDS, Site, SiteShape, route_dtype
+from tracefp4.errors import EngineError
+from tracefp4.formats.blocks import Quantized
+from tracefp4.guidance.codec import pack_bits
+from tracefp4.models.layout import ModelLayout
+
+_TICKET = 4
+_GLOBAL = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """Where a site's bytes stand in a row."""
+
+    shape: SiteShape
+    start: int
+    planes: int
+    """Bytes of bit planes a vector."""
+    scales: int
+    """Bytes of block scales a vector."""
+
+    @property
+    def vector(self) -> int:
+        """Bytes a vector."""
+        return self.planes + self.scales + (_GLOBAL if self.shape.token_scale else 0) + _TICKET
+
+    @property
+    def stop(self) -> int:
+        """First byte after the site."""
+        return self.start + self.shape.vectors * self.vector
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Recorded outcomes of one site for ``T`` slots, on the device."""
+
+    planes: Tensor
+    """uint8 ``(T, vectors, bits * width / 8)``."""
+    scales: Tensor
+    """uint8 ``(T, vectors, width / block)``, whole bytes."""
+    global_scale: Tensor | None
+    """float32 ``(T, vectors)``."""
+    tickets: Tensor
+    """int32 ``(T, vectors)``."""
+
+
+class Capture:
+    """Slot-indexed record of expert sites and routes.
+
+    Args:
+        layout: for the routes.
+        shapes: the plan's sites, of any kind; those of K, V and latents are left to the pool.
+        bits: low bits kept of each code.
+        slots: slots of the pool.
+        device: where the record lies.
+    """
+
+    def __init__(
+        self, layout: ModelLayout, shapes: tuple[SiteShape, ...], bits: int, slots: int, device: torch.device
+    ) -> None:
+        self.shapes, self.bits = shapes, bits
+        self._columns: dict[Site, _Column] = {}
+        end = 0
+        for shape in shapes:
+            if shape.site.kind not in KV_KINDS:
+                column = _Column(shape, end, bits * shape.width // 8, shape.width // shape.block)
+                self._columns[shape.site] = column
+                end = column.stop
+        self._rows = torch.zeros(slots, end, dtype=torch.uint8, device=device)
+        self._forwarded = torch.zeros(slots, dtype=torch.int32, device=device)
+        moe = len(layout.moe_layers)
+        self.routes: Tensor | None = None
+        """``(slots, moe_layers, top_k)`` expert ids."""
+        if moe:
+            dtype = route_dtype(layout.num_experts)
+            self.routes = torch.zeros(slots, moe, layout.top_k, dtype=dtype, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the record."""
+        routes = 0 if self.routes is None else self.routes.numel() * self.routes.element_size()
+        return self._rows.numel() + 4 * self._forwarded.numel() + routes
+
+    def stamp(self, slots: Tensor, tickets: Tensor) -> None:
+        """Note who forwards the tokens in ``slots (T,)``; what the pool records goes by this."""
+        self._forwarded.index_put_((slots,), tickets)
+
+    def stamps(self, slots: Tensor) -> Tensor:
+        """Tickets ``(T,)`` int32 of those who last forwarded tokens in ``slots``."""
+        return self._forwarded.index_select(0, slots)
+
+    def write(self, site: Site, q: Quantized, slots: Tensor, tickets: Tensor, pairs: Tensor | None) -> None:
+        """Record an outcome; nothing happens if the plan leaves the site out.
+
+        Args:
+            site: which.
+            q: codes ``(R, width)`` and their scales; ``R`` is ``T`` tokens, or with ``pairs`` token and slot pairs.
+            slots: ``(T,)`` int64 slot of each token.
+            tickets: ``(T,)`` int32 ticket of each token.
+            pairs: ``(R,)`` int64 ``token * vectors + vector`` of each row; ``None`` if rows are tokens.
+        """
+        column = self._columns.get(site)
+        if column is None:
+            return
+        vectors = column.shape.vectors
+        token = None if pairs is None else torch.div(pairs, vectors, rounding_mode="floor")
+        ticket = tickets if token is None else tickets[token]
+        parts = [pack_bits(q.codes, self.bits), q.scales]
+        if column.shape.token_scale:
+            if q.global_scale is None:
+                raise EngineError(
+                    f"site {site} has no global scale to record, though its numerics has one for each row"
+                )
+            parts.append(q.global_scale.reshape(-1, 1).contiguous().view(torch.uint8))
+        parts.append(ticket.reshape(-1, 1).contiguous().view(torch.uint8))
+        view = self._view(column)
+        if token is None or pairs is None:
+            view[:, 0].index_put_((slots,), torch.cat(parts, dim=-1))
+        else:
+            view.index_put_((slots[token], pairs - token * vectors), torch.cat(parts, dim=-1))
+
+    def write_routes(self, index: int, chosen: Tensor, slots: Tensor) -> None:
+        """Record the experts ``chosen (T, top_k)`` of the ``index``-th MoE layer."""
+        if self.routes is None:
+            raise EngineError("a model without MoE layers has no routes to record")
+        self.routes[:, index].index_put_((slots,), chosen.to(self.routes.dtype))
+
+    def read(self, site: Site, slots: Tensor) -> Rows:
+        """Gather an expert site's rows of ``slots (T,)``."""
+        column = self._columns[site]
+        data = self._view(column).index_select(0, slots)
+        planes, scales, rest = data.tensor_split((column.planes, column.planes + column.scales), dim=-1)
+        scale = None
+        if column.shape.token_scale:
+            scale, rest = rest[..., :_GLOBAL].contiguous().view(torch.float32).squeeze(-1), rest[..., _GLOBAL:]
+        return Rows(planes, scales, scale, rest.contiguous().view(torch.int32).squeeze(-1))
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy the rows of slots ``source (n,)`` to slots ``target (n,)``."""
+        for tensor in (self._rows, self._forwarded, self.routes):
+            if tensor is not None:
+                tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+    def _view(self, column: _Column) -> Tensor:
+        """``(slots, vectors, bytes)`` view of a site's columns."""
+        return self._rows[:, column.start : column.stop].unflatten(1, (column.shape.vectors, column.vector))

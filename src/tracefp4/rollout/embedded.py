@@ -1,0 +1,340 @@
+"""The embedded engine: a small serving engine in the trainer's process, on a transformers model.
+
+One step, which is everything that ever happens::
+
+    scheduler.prefill   waiting prompts get pages; some of their tokens are forwarded, packed into one row
+    scheduler.start     samples of finished prompts share its pages and sample their first token
+    scheduler.decode    every running sequence gets a slot for its newest token, is forwarded, and samples the next
+    harvest             what ended gives its rows to the store, then its pages back
+
+It computes as a serving engine does: decode attends to one query a sequence over a paged pool of FP4 codes, prefill in
+chunks, experts with FP4 weights and activations. It shares no intermediate result with a trainer, so the numerical gap
+between the two is the real one.
+
+The engine owns its model: parameters of experts are overwritten with their quantized values. Give it a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracefp4.core import Kind, Request, Rollout
+from tracefp4.errors import EngineError, NonFiniteError, SyncError
+from tracefp4.formats.spec import Spec
+from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.store import Store
+from tracefp4.models.binding import bind, unbind
+from tracefp4.models.layout import describe
+from tracefp4.rollout.admission import Limits, check_model, check_request, recorded_shapes
+from tracefp4.rollout.capture import Capture
+from tracefp4.rollout.engine import Capabilities, Digest, EngineStats, Progress
+from tracefp4.rollout.harvest import Harvester
+from tracefp4.rollout.pool import KVPool, PageAllocator
+from tracefp4.rollout.request import Sequence, StopRules, eos_token_ids
+from tracefp4.rollout.runner import Runner
+from tracefp4.rollout.sampler import stream_key
+from tracefp4.rollout.scheduler import RESIDENT_STATES, Scheduler
+from tracefp4.rollout.sites import EngineSites
+from tracefp4.rollout.state import StatePool
+from tracefp4.rollout.sync import WeightSync
+
+
+class EmbeddedEngine:
+    """Continuous batching over a paged FP4 KV pool, with capture. See :class:`tracefp4.rollout.engine.Engine`.
+
+    Args:
+        model: a transformers causal language model of the engine's own, not bound.
+        tokenizer: decodes text to find stop strings, and names the end-of-sequence token; may be ``None``.
+        spec: what is quantized.
+        plan: what is recorded; ``None`` or the plan ``none`` for nothing.
+        store: where guidance goes; needed with a plan.
+        device: where the model is moved; ``None`` leaves it where it is.
+        max_tokens: slots of the KV pool, a multiple of ``page_size``.
+        page_size: tokens a page.
+        max_batch: sequences that decode at once.
+        prefill_chunk: prompt tokens a step.
+        cuda_graphs: capture decode steps of small batches in CUDA graphs; without CUDA it has no effect.
+
+    Raises:
+        EngineError: settings that cannot work.
+        ModelError: a model that cannot be bound.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        spec: Spec,
+        plan: Plan | None = None,
+        store: Store | None = None,
+        *,
+        device: torch.device | str | None = None,
+        max_tokens: int = 16384,
+        page_size: int = 16,
+        max_batch: int = 64,
+        prefill_chunk: int = 2048,
+        cuda_graphs: bool = True,
+    ) -> None:
+        plan = plan or None
+        if plan is not None and store is None:
+            raise EngineError(f"plan {str(plan)!r} records guidance, but there is no store to put it into")
+        self._limits = Limits(max_tokens, page_size, max_batch, prefill_chunk)
+        self._model = model.to(device).eval() if device is not None else model.eval()
+        self._model.requires_grad_(False)
+        self.spec, self.plan = spec, plan
+        self.layout = describe(model)
+        dtype = check_model(model, self.layout, spec)
+        self.device = next(model.parameters()).device
+        self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        self._build(dtype, store, cuda_graphs and self.device.type == "cuda")
+        decode = None if tokenizer is None else _decoder(tokenizer)
+        self._stops = StopRules(eos_token_ids(model, tokenizer), decode)
+        self._version: int | None = 0
+        self._arrivals = 0
+        self._finished: list[Rollout] = []
+        self._active: set[str] = set()
+
+    def _build(self, dtype: torch.dtype, store: Store | None, cuda_graphs: bool) -> None:
+        limits, layout, device = self._limits, self.layout, self.device
+        self.pages = PageAllocator(limits.max_tokens // limits.page_size, limits.page_size)
+        slots = limits.max_tokens + limits.page_size
+        self.pool = KVPool(layout, self.spec, slots, dtype, device)
+        shapes = recorded_shapes(layout, self.spec, self.plan)
+        self.capture = Capture(layout, shapes, 4 if self.plan is None else self.plan.bits, slots, device)
+        self.states = StatePool(layout, limits.max_batch + RESIDENT_STATES)
+        self.scheduler = Scheduler(self.pages, self.states, limits.max_batch, limits.prefill_chunk)
+        sites = EngineSites(layout, self.spec, self.pool, self.capture)
+        bind(self._model, sites, spec=self.spec)
+        self._weights = WeightSync(self._model, layout, self.spec.weights, sites.weight_scales)
+        self._max_length = int(self._model.get_submodule(layout.decoder).config.max_position_embeddings)
+        self._runner = Runner(
+            self._model, layout, sites, self.pages, self.states, limits.max_batch, self._max_length, device, cuda_graphs
+        )
+        self._harvester = Harvester(self.capture, self.pool, self.pages, self.plan, self.spec.hash, store, device)
+        self._stats = EngineStats()
+
+    # -- Facts
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+        return Capabilities(
+            name="embedded",
+            kinds=frozenset(Kind(shape.site.kind) for shape in self.capture.shapes),
+            routes=self.capture.routes is not None,
+            truncated_sampling=True,
+            stop_strings=self._stops.finds_text,
+            cuda_graphs=self._runner.graphs is not None,
+        )
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights it serves; 0 for those it was built with.
+
+        Raises:
+            SyncError: the last sync failed.
+        """
+        if self._version is None:
+            raise SyncError(
+                "the last weight sync failed: the engine may hold a mixture of weights and serves nothing; sync again"
+            )
+        return self._version
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the engine was built."""
+        self._stats.retractions = self.scheduler.retractions
+        self._stats.graph_steps = self._runner.graph_steps
+        return self._stats
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are in flight."""
+        return self.scheduler.busy
+
+    # -- Sampling
+
+    def generate(
+        self, requests: Items[Request], *, guidance: bool = True, progress: Progress | None = None
+    ) -> list[Rollout]:
+        """Sample all requests; see :meth:`tracefp4.rollout.engine.Engine.generate`."""
+        if self.busy:
+            raise EngineError(
+                "requests that were added one by one are in flight; step until they finish, or abort them"
+            )
+        for request in requests:
+            self._check(request)
+        found: dict[tuple[str, int], Rollout] = {}
+        with ExitStack() as undo:
+            undo.callback(self._drop_everything)
+            for request in requests:
+                self.add(request, guidance=guidance)
+            while self.busy:
+                finished = self.step()
+                found |= {(rollout.request_id, rollout.sample): rollout for rollout in finished}
+                if progress is not None and finished:
+                    progress(len(found))
+            undo.pop_all()
+        return [found[request.id, sample] for request in requests for sample in range(request.samples)]
+
+    def add(self, request: Request, *, guidance: bool = True) -> None:
+        """Queue a request. Without a seed, the request's id is the seed.
+
+        Raises:
+            EngineError: it can never run, or its id is in flight.
+            SyncError: see :attr:`weight_version`.
+        """
+        _ = self.weight_version
+        self._check(request)
+        if request.id in self._active:
+            raise EngineError(
+                f"a request {request.id!r} is in flight already; ids name what comes back, so they must differ"
+            )
+        seed = request.sampling.seed
+        members = [
+            Sequence(
+                request=request,
+                sample=sample,
+                arrival=self._arrivals,
+                stream=stream_key(request.id if seed is None else seed, sample),
+                guidance=guidance and self.plan is not None,
+            )
+            for sample in range(request.samples)
+        ]
+        self._arrivals += 1
+        self._active.add(request.id)
+        self.scheduler.add(members)
+
+    @torch.no_grad()
+    def step(self) -> list[Rollout]:
+        """Forward one batch; return the rollouts that finished.
+
+        Raises:
+            NonFiniteError: the model's logits are NaN. Everything in flight is dropped, as after any error.
+        """
+        _ = self.weight_version
+        with ExitStack() as undo:
+            undo.callback(self._drop_everything)
+            finished = self._step()
+            undo.pop_all()
+        return finished
+
+    def _step(self) -> list[Rollout]:
+        self._stats.steps += 1
+        chunks = self.scheduler.prefill()
+        if chunks:
+            self._runner.prefill(chunks)
+            self._stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
+        starts = self.scheduler.start()
+        finished: list[Rollout] = []
+        if starts:
+            self._runner.copy(starts)
+            self._stats.shared_tokens += sum(len(s.prefix.tokens) for s in starts if not s.inherits)
+            finished += self._take([s.sequence for s in starts], self._runner.sample_first(starts))
+        running = self.scheduler.decode()
+        if running:
+            self._stats.decode_tokens += len(running)
+            finished += self._take(running, self._runner.decode(running))
+        return finished
+
+    def _take(self, sequences: Items[Sequence], sampled: Items[tuple[int, float]]) -> list[Rollout]:
+        """Append sampled tokens; harvest the sequences that end with them."""
+        ended = []
+        for sequence, (token, logprob) in zip(sequences, sampled, strict=True):
+            if logprob != logprob:
+                raise NonFiniteError(
+                    f"request {sequence.request.id!r}, token {sequence.length}: the logits are NaN under weights of "
+                    f"version {self._version}"
+                )
+            sequence.append(token, logprob)
+            sequence.finish = self._stops.reason(sequence)
+            if sequence.finish is not None:
+                ended.append(sequence)
+        if not ended:
+            return []
+        harvest = self._harvester.collect(ended, self.weight_version)
+        rollouts = []
+        for sequence, found in zip(ended, harvest, strict=True):
+            self.scheduler.finish(sequence)
+            self._stats.finished += 1
+            self._stats.guidance_bytes += found.guidance.nbytes if found.guidance is not None else 0
+            self._stats.invalid_rows += found.invalid_rows
+            rollouts.append(self._rollout(sequence, found.routes, found.guidance))
+        self._forget_ids()
+        return rollouts
+
+    def _rollout(self, sequence: Sequence, routes: Tensor | None = None, guidance: Any = None) -> Rollout:
+        return Rollout(
+            request_id=sequence.request.id,
+            sample=sequence.sample,
+            prompt_ids=sequence.request.prompt_ids,
+            response_ids=tuple(sequence.response),
+            logprobs=tuple(sequence.logprobs),
+            weight_version=self.weight_version,
+            finish_reason=sequence.finish or "abort",
+            routes=routes,
+            guidance=guidance,
+        )
+
+    def abort(self, request_id: str) -> list[Rollout]:
+        """Give up on a request: its unfinished samples with the tokens they had, without routes and guidance.
+
+        Raises:
+            EngineError: no such request is in flight.
+        """
+        if request_id not in self._active:
+            raise EngineError(f"no request {request_id!r} is in flight ({len(self._active)} are)")
+        dropped = self.scheduler.abort(request_id)
+        self._stats.aborted += len(dropped)
+        self._active.discard(request_id)
+        return [self._rollout(sequence) for sequence in dropped]
+
+    def _check(self, request: Request) -> None:
+        check_request(request, self._limits, self._max_length, self._vocabulary)
+        self._stops.check(request)
+
+    def _forget_ids(self) -> None:
+        self._active = self.scheduler.request_ids()
+
+    def _drop_everything(self) -> None:
+        for request_id in self.scheduler.request_ids():
+            self.scheduler.abort(request_id)
+        self._active.clear()
+
+    # -- Weights
+
+    def sync(self, state: Mapping[str, Tensor], version: int) -> Digest:
+        """Take new weights; see :meth:`tracefp4.rollout.engine.Engine.sync`. Nothing is cached across versions."""
+        if self.busy:
+            raise SyncError(
+                f"{len(self._active)} requests are in flight; a rollout must come from one version of the weights"
+            )
+        self._version = None
+        self._weights.load(state)
+        digest = self._weights.digest()
+        self._version = version
+        self._stats.syncs += 1
+        return digest
+
+    def digest(self) -> Digest:
+        """Checksum of the weights it serves; equal to :func:`tracefp4.models.packing.model_digest` of the trainer's."""
+        _ = self.weight_version
+        return self._weights.digest()
+
+    def close(self) -> None:
+        """Drop what is in flight and take the site objects off the model, which keeps its quantized weights."""
+        self._drop_everything()
+        unbind(self._model)
+
+
+def _decoder(tokenizer: Any) -> Callable[[Items[int]], str]:
+    def decode(ids: Items[int]) -> str:
+        return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    return decode

@@ -1,0 +1,222 @@
+"""The paged KV pool: where keys and values live as FP4 numbers.
+
+A *slot* holds the K and V of one token in every layer; a *page* is ``page_size`` neighbouring slots. A sequence owns a
+list of pages, so it grows without moving, and two sequences with the same prompt own the same pages. Three ideas make
+up the whole memory management::
+
+    slot(position) = pages[position // page_size] * page_size + position % page_size
+    a page is free when its reference count is 0
+    a page that is about to be written has exactly one owner: the last, partly filled page of a prompt is copied
+
+What a slot stores is what an FP4 cache stores: packed codes, two a byte, and a scale byte for each block. Attention
+reads nothing else, not even for the token that was written a moment ago. With ``spec.kv is None`` a slot stores the
+values in the model's dtype.
+
+One page more than the engine may use is kept for *padding*: rows that fill up a batch write and read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracefp4.core import Kind
+from tracefp4.errors import EngineError
+from tracefp4.formats import e2m1
+from tracefp4.formats.blocks import Quantized, decode_scales
+from tracefp4.formats.numerics import Numerics
+from tracefp4.formats.spec import Spec
+from tracefp4.formats.tables import on_device
+from tracefp4.models.layout import ModelLayout
+from tracefp4.quantizers.nearest import quantize_nearest
+
+
+class PageAllocator:
+    """Hands out pages and counts their owners. Plain host bookkeeping; the memory itself is :class:`KVPool`'s.
+
+    Args:
+        num_pages: pages that may be handed out, ``0..num_pages-1``. Page ``num_pages`` is the padding page.
+        page_size: slots a page.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages, self.page_size = num_pages, page_size
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._owners = [0] * num_pages
+
+    @property
+    def free(self) -> int:
+        """Pages without an owner."""
+        return len(self._free)
+
+    @property
+    def padding_page(self) -> int:
+        """The page of rows that only fill up a batch."""
+        return self.num_pages
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold ``tokens`` tokens."""
+        return -(-tokens // self.page_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take ``count`` free pages, each with one owner.
+
+        Raises:
+            EngineError: fewer are free; the scheduler asks before it takes.
+        """
+        if count > len(self._free):
+            raise EngineError(f"the KV pool has {len(self._free)} free pages, {count} were asked for")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._owners[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add an owner to each page."""
+        for page in pages:
+            if not self._owners[page]:
+                raise EngineError(f"page {page} of the KV pool is free and cannot be shared")
+            self._owners[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Take an owner from each page; without owners it is free."""
+        for page in pages:
+            if not self._owners[page]:
+                raise EngineError(f"page {page} of the KV pool was released twice")
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                self._free.append(page)
+
+    def slots(self, pages: list[int], start: int, stop: int) -> list[int]:
+        """Slots of the positions ``start..stop-1`` of a sequence that owns ``pages``."""
+        size = self.page_size
+        return [pages[p // size] * size + p % size for p in range(start, stop)]
+
+
+def kv_sizes(layout: ModelLayout) -> dict[Kind, tuple[int, int]]:
+    """``(vectors, width)`` of what a layer caches for a token: K and V, or the latent and the rotated key part."""
+    if layout.latent_rank is not None and layout.rope_dim is not None:
+        return {Kind.LATENT: (1, layout.latent_rank), Kind.K: (1, layout.rope_dim)}
+    return {Kind.K: (layout.kv_heads, layout.head_dim), Kind.V: (layout.kv_heads, layout.v_head_dim)}
+
+
+@dataclass(slots=True)
+class _Plane:
+    """Storage of one kind in one layer: ``codes`` (or values) and ``scales``, first axis the slot."""
+
+    codes: Tensor
+    scales: Tensor | None
+
+
+class KVPool:
+    """Slot-indexed storage of every layer's K and V.
+
+    Args:
+        layout: which layers have a cache, and its sizes.
+        spec: ``spec.kv`` quantizes; ``None`` stores ``dtype``.
+        slots: slots in all, the padding page included.
+        dtype: the model's dtype, in which :meth:`read` answers.
+        device: where the pool lies.
+    """
+
+    def __init__(self, layout: ModelLayout, spec: Spec, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numerics, self.dtype, self.slots = spec.kv, dtype, slots
+        if spec.kv is not None and (spec.kv.token_scale or spec.kv.scope == "tensor" or spec.kv.element != "e2m1"):
+            raise EngineError(
+                f"the KV pool stores FP4 codes under a constant global scale; {spec.kv.name!r} has {spec.kv.element} "
+                f"elements and a global scale of scope {spec.kv.scope!r}"
+            )
+        self._planes = {
+            (layer, kind): self._allocate(slots, vectors, width, device)
+            for layer in layout.kv_layers
+            for kind, (vectors, width) in kv_sizes(layout).items()
+        }
+
+    def _allocate(self, slots: int, vectors: int, width: int, device: torch.device) -> _Plane:
+        n = self.numerics
+        if n is None:
+            return _Plane(torch.zeros(slots, vectors, width, dtype=self.dtype, device=device), None)
+        codes = torch.zeros(slots, vectors, width // 2, dtype=torch.uint8, device=device)
+        return _Plane(codes, torch.zeros(slots, vectors, width // n.block, dtype=torch.uint8, device=device))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool."""
+        tensors = [t for p in self._planes.values() for t in (p.codes, p.scales) if t is not None]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def write(self, layer: int, kind: Kind, slots: Tensor, x: Tensor) -> None:
+        """Quantize and store.
+
+        Args:
+            layer: decoder layer.
+            kind: ``k``, ``v`` or ``latent``.
+            slots: ``(T,)`` int64.
+            x: ``(T, vectors, width)``.
+        """
+        plane = self._planes[layer, kind]
+        if plane.scales is None or self.numerics is None:
+            plane.codes.index_copy_(0, slots, x.to(self.dtype))
+            return
+        q = quantize_nearest(x, self.numerics)
+        plane.codes.index_copy_(0, slots, e2m1.pack(q.codes))
+        plane.scales.index_copy_(0, slots, q.scales)
+
+    def read(self, layer: int, kind: Kind, slots: Tensor) -> Tensor:
+        """Gather and dequantize: ``slots (...)`` int64 to ``(..., vectors, width)`` in the pool's dtype."""
+        plane = self._planes[layer, kind]
+        flat = slots.reshape(-1)
+        codes = plane.codes.index_select(0, flat)
+        if plane.scales is None or self.numerics is None:
+            return codes.view(*slots.shape, *codes.shape[1:])
+        values = dequantize_packed(codes, plane.scales.index_select(0, flat), self.numerics, self.dtype)
+        return values.view(*slots.shape, *values.shape[1:])
+
+    def stored(self, layer: int, kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Packed codes ``(T, vectors, width / 2)`` and scale bytes ``(T, vectors, width / block)`` of ``slots (T,)``.
+
+        Raises:
+            EngineError: the pool is not quantized.
+        """
+        plane = self._planes[layer, kind]
+        if plane.scales is None:
+            raise EngineError(f"layer {layer} stores {kind} in {self.dtype}: there are no codes to read")
+        return plane.codes.index_select(0, slots), plane.scales.index_select(0, slots)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy all layers of slots ``source (n,)`` to slots ``target (n,)``; the two must not overlap."""
+        for plane in self._planes.values():
+            for tensor in (plane.codes, plane.scales):
+                if tensor is not None:
+                    tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+
+def dequantize_packed(packed: Tensor, scales: Tensor, numerics: Numerics, dtype: torch.dtype) -> Tensor:
+    """Values of packed FP4 codes, equal to unpacking and :meth:`Quantized.dequantize` bit for bit.
+
+    A byte holds two codes, so one read from a table of 256 pairs decodes both; in bfloat16 a pair is one 32-bit word.
+
+    Args:
+        packed: uint8 ``(..., D / 2)``.
+        scales: uint8 ``(..., D / block)``.
+        numerics: E2M1 elements without a global scale of their own.
+        dtype: of the result.
+
+    Returns:
+        ``(..., D)``.
+    """
+    if dtype is not torch.bfloat16 or numerics.scope not in ("constant", "none") or numerics.constant != 1.0:
+        return Quantized(e2m1.unpack(packed), scales, None, numerics).dequantize(dtype)
+    words = on_device(_pair_table, packed.device)
+    values = words.index_select(0, packed.reshape(-1).to(torch.int32)).view(torch.bfloat16)
+    values = values.view(*scales.shape, numerics.block)
+    return values.mul_(decode_scales(scales, numerics, dtype).unsqueeze(-1)).flatten(-2)
+
+
+def _pair_table() -> Tensor:
+    """The two bfloat16 values of each byte, as one int32 word: ``(256,)``."""
+    pairs = e2m1.decode(e2m1.unpack(torch.arange(256, dtype=torch.uint8).unsqueeze(-1)), torch.bfloat16)
+    return pairs.contiguous().view(torch.int32).reshape(-1)

@@ -1,0 +1,209 @@
+"""Running the model: packed prefill, decode of one token a sequence, sampling.
+
+The runner owns no policy. It turns the scheduler's decisions into tensors, calls the decoder of the transformers model,
+and brings tokens back. Both phases attend through the pool (:mod:`tracefp4.rollout.sites`); what differs is the shape.
+
+A decode step is a function of static buffers (:class:`DecodeInputs`) alone, from token ids to sampled tokens: block
+tables, positions and sampling parameters are device tensors, and nothing in it waits for the device. So it can be
+captured in a CUDA graph (:mod:`tracefp4.rollout.graphs`), and the host waits once a step, for one small copy of tokens
+and log-probabilities.
+
+Hybrid models prefill one sequence a forward, because a recurrent layer knows no sequence bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import torch
+from torch import Tensor, nn
+
+from tracefp4.models.layout import ModelLayout
+from tracefp4.rollout.batch import DecodeBatch, PrefillBatch, Segment
+from tracefp4.rollout.graphs import DecodeGraphs
+from tracefp4.rollout.inputs import DecodeInputs, DecodeRow, draw_of
+from tracefp4.rollout.pool import PageAllocator
+from tracefp4.rollout.request import Sequence
+from tracefp4.rollout.sampler import sample
+from tracefp4.rollout.scheduler import Chunk, Start
+from tracefp4.rollout.sites import EngineSites
+from tracefp4.rollout.state import StatePool, cache_keyword
+
+
+class Runner:
+    """Forward passes of the engine.
+
+    Args:
+        model: the engine's own model, bound to ``sites``.
+        layout: its layout.
+        sites: the engine's site objects.
+        pages: page geometry.
+        states: linear-attention states.
+        max_batch: sequences that decode at once.
+        max_length: tokens of the longest sequence.
+        device: of the model.
+        cuda_graphs: capture decode steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        sites: EngineSites,
+        pages: PageAllocator,
+        states: StatePool,
+        max_batch: int,
+        max_length: int,
+        device: torch.device,
+        cuda_graphs: bool,
+    ) -> None:
+        self.layout, self.sites, self.pages, self.states, self.device = layout, sites, pages, states, device
+        self.decoder = model.get_submodule(layout.decoder)
+        self.head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        self._cache_keyword = cache_keyword(self.decoder)
+        widest = min(pages.num_pages, pages.pages_for(max_length))
+        self.inputs = DecodeInputs(max_batch, widest, pages.padding_page, states.padding_row, device)
+        self.graph_steps = 0
+        self.graphs: DecodeGraphs | None = None
+        if cuda_graphs:
+            self.graphs = DecodeGraphs(self.decode_step, self.inputs, layout.num_experts, max_batch)
+
+    # -- Prefill
+
+    def prefill(self, chunks: Items[Chunk]) -> None:
+        """Forward the chunks, record them, and leave the last hidden state with each prefix that is done."""
+        groups = [[chunk] for chunk in chunks] if self.states.needed else [list(chunks)]
+        for group in groups:
+            hidden = self._prefill_packed(group)
+            stop = 0
+            for chunk in group:
+                stop += chunk.stop - chunk.start
+                chunk.prefix.done = chunk.stop
+                if chunk.stop == len(chunk.prefix.tokens):
+                    chunk.prefix.hidden = hidden[stop - 1].clone()
+
+    def _prefill_packed(self, chunks: list[Chunk]) -> Tensor:
+        """Hidden states ``(T, H)`` of all chunks, one after the other."""
+        tokens, positions, slots, tickets = [], [], [], []
+        spans = []
+        for chunk in chunks:
+            spans.append((len(tokens), chunk))
+            tokens += chunk.prefix.tokens[chunk.start : chunk.stop]
+            positions += range(chunk.start, chunk.stop)
+            slots += self.pages.slots(chunk.prefix.pages, chunk.start, chunk.stop)
+            tickets += [chunk.prefix.ticket] * (chunk.stop - chunk.start)
+        segments = tuple(
+            Segment(
+                first,
+                first + chunk.stop - chunk.start,
+                self._to_device(self.pages.slots(chunk.prefix.pages, 0, chunk.stop)),
+            )
+            for first, chunk in spans
+        )
+        batch = PrefillBatch(self._to_device(slots), self._to_device(tickets).to(torch.int32), segments)
+        row = chunks[0].prefix.state_row
+        rows = self._to_device([row]) if row is not None else None
+        continues = rows if chunks[0].start > 0 else None
+        hidden = self._forward(self._to_device([tokens]), self._to_device([positions]), batch, rows, continues)
+        self.sites.check_calls()
+        return hidden[0]
+
+    def _forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        batch: PrefillBatch | DecodeBatch,
+        rows: Tensor | None,
+        continues: Tensor | None,
+    ) -> Tensor:
+        """Hidden states ``(B, S, H)``; linear states are read from rows ``continues`` and left in ``rows``."""
+        cache = self.states.gather(continues)
+        self.sites.capture.stamp(batch.slots, batch.tickets)
+        self.sites.batch = batch
+        try:
+            output = self.decoder(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, **{self._cache_keyword: cache}
+            )
+        finally:
+            self.sites.batch = None
+        if rows is not None:
+            self.states.scatter(cache, rows)
+        return output.last_hidden_state
+
+    # -- Starting
+
+    def copy(self, starts: Items[Start]) -> None:
+        """Copy pages and states for members that leave a prefix others still need."""
+        size = self.pages.page_size
+        pages = [s.page for s in starts if s.page is not None]
+        if pages:
+            offset = torch.arange(size, device=self.device)
+            source, target = (self._to_device(list(p)) for p in zip(*pages, strict=True))
+            source, target = ((p.unsqueeze(1) * size + offset).flatten() for p in (source, target))
+            self.sites.pool.copy(source, target)
+            self.sites.capture.copy(source, target)
+        rows = [s.row for s in starts if s.row is not None]
+        if rows:
+            source, target = (self._to_device(list(r)) for r in zip(*rows, strict=True))
+            self.states.copy(source, target)
+
+    def sample_first(self, starts: Items[Start]) -> list[tuple[int, float]]:
+        """Sample a token for each start from its prefix's last hidden state."""
+        hidden = torch.stack([s.prefix.hidden for s in starts if s.prefix.hidden is not None])
+        sequences = [s.sequence for s in starts]
+        draw = draw_of(sequences, [s.length for s in sequences], self.device)
+        return _to_host(*sample(self.head(hidden), draw, _truncates(sequences)))
+
+    # -- Decode
+
+    def decode(self, sequences: Items[Sequence]) -> list[tuple[int, float]]:
+        """Forward the newest token of each sequence and sample the next."""
+        rows = [DecodeRow(s.last_token, s.length - 1, s.pages, s) for s in sequences]
+        width, truncate = self.table_width(max(s.length for s in sequences)), _truncates(sequences)
+        if self.graphs is not None and self.graphs.fits(len(rows)):
+            self.graph_steps += 1
+            result = self.graphs.run(rows, width, truncate)
+        else:
+            result = self.decode_step(self.inputs.fill(rows, len(rows), width), truncate)
+        return _to_host(*result)
+
+    def decode_step(self, inputs: DecodeInputs, truncate: bool) -> tuple[Tensor, Tensor]:
+        """The captured part: tokens ``(B,)`` int64 and log-probabilities ``(B,)`` float32 from static buffers."""
+        size = self.pages.page_size
+        positions = inputs.positions
+        context = (inputs.pages.unsqueeze(-1) * size + torch.arange(size, device=self.device)).flatten(1)
+        slots = context.gather(1, positions.unsqueeze(1)).squeeze(1)
+        batch = DecodeBatch(slots, inputs.tickets, context, positions + 1)
+        rows = inputs.state_rows if self.states.needed else None
+        hidden = self._forward(inputs.tokens.unsqueeze(1), positions.unsqueeze(1), batch, rows, rows)
+        self.sites.check_calls()
+        return sample(self.head(hidden[:, 0]), inputs.draw(), truncate)
+
+    def table_width(self, longest: int) -> int:
+        """Pages of the block tables of a step whose longest sequence has ``longest`` tokens."""
+        return min(self.pages.pages_for(bucket_length(longest)), self.inputs.max_width)
+
+    def _to_device(self, values: list) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+
+
+def bucket_length(tokens: int) -> int:
+    """Context length that a decode step gathers when its longest sequence has ``tokens`` tokens.
+
+    Multiples of 64 up to 512, then of 128 up to 1024, and so on: lengths that differ by less than an eighth are padded
+    to the same one.
+    """
+    step = 64
+    while tokens > 8 * step:
+        step *= 2
+    return -(-tokens // step) * step
+
+
+def _truncates(sequences: Items[Sequence]) -> bool:
+    return any(s.request.sampling.top_k > 0 or s.request.sampling.top_p < 1.0 for s in sequences)
+
+
+def _to_host(tokens: Tensor, logprobs: Tensor) -> list[tuple[int, float]]:
+    """One copy, the only wait of a step. A token id is exact in float64."""
+    both = torch.stack([tokens.double(), logprobs.double()]).cpu()
+    return list(zip((int(t) for t in both[0].tolist()), both[1].tolist(), strict=True))

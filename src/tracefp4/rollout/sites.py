@@ -1,0 +1,213 @@
+"""The engine's site objects: quantize to nearest, record, and attend over the pool.
+
+Everything a serving engine does to a tensor at these points happens here, in decode-shaped arithmetic of its own:
+
+- experts: the input of each projection is quantized, its outcome recorded beside the token's slot, and its exact
+operand
+  handed on; weights were quantized when they were synced, and their parameters hold the exact operand values;
+- routers: the chosen experts are recorded;
+- attention: K and V of the current tokens are written to the pool as FP4, then the whole context is read back from the
+  pool. What was just computed is never attended to directly.
+
+The batch in flight hangs on :attr:`EngineSites.batch`. Each object counts its calls, so that a layer that a model
+skipped or ran twice is noticed after the forward pass instead of becoming a row that nobody wrote.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tracefp4.core import Kind, Site
+from tracefp4.errors import EngineError
+from tracefp4.formats.spec import Spec
+from tracefp4.models.attention import dense_attention
+from tracefp4.models.latent import expand_latent, join_rope, rope_part
+from tracefp4.models.layout import ModelLayout
+from tracefp4.models.sites import Operand
+from tracefp4.quantizers.nearest import quantize_nearest
+from tracefp4.rollout.batch import Batch, DecodeBatch, PrefillBatch, Segment
+from tracefp4.rollout.capture import Capture
+from tracefp4.rollout.pool import KVPool
+
+
+class EngineSites:
+    """All site objects of the engine.
+
+    Args:
+        layout: the model's layers and sizes.
+        spec: what is quantized.
+        pool: where K and V live.
+        capture: where outcomes and routes are recorded.
+    """
+
+    def __init__(self, layout: ModelLayout, spec: Spec, pool: KVPool, capture: Capture) -> None:
+        self.layout, self.spec, self.pool, self.capture = layout, spec, pool, capture
+        self.batch: Batch | None = None
+        self.weight_scales: dict[tuple[int, str], Tensor | None] = {}
+        """FP32 scale ``(E,)`` of each quantized weight, by layer and projection; written at sync, in place."""
+        self._calls: Counter[str] = Counter()
+        self._experts = {layer: _Experts(self, layer) for layer in layout.moe_layers}
+        self._routers = {layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)}
+        self._attention = {layer: _Attention(self, layer) for layer in layout.kv_layers}
+
+    def experts(self, layer: int) -> _Experts:
+        """Site object of the experts in ``layer``."""
+        return self._experts[layer]
+
+    def router(self, layer: int) -> _Router:
+        """Site object of the router in ``layer``."""
+        return self._routers[layer]
+
+    def attention(self, layer: int) -> _Attention:
+        """Site object of the attention in ``layer``."""
+        return self._attention[layer]
+
+    def here(self, what: str) -> Batch:
+        """Count a call and return the batch in flight.
+
+        Raises:
+            EngineError: the model was called from outside of the engine.
+        """
+        if self.batch is None:
+            raise EngineError("the engine's model was called from outside of the engine; give the engine its own copy")
+        self._calls[what] += 1
+        return self.batch
+
+    def check_calls(self) -> None:
+        """After a forward pass: every site was reached exactly once.
+
+        Raises:
+            EngineError: naming a site that was not.
+        """
+        calls, self._calls = self._calls, Counter()
+        expected = {f"{layer}.{part}" for layer in self.layout.moe_layers for part in ("enter", "middle")}
+        expected |= {f"{index}.route" for index in range(len(self.layout.moe_layers))}
+        expected |= {f"{layer}.attend" for layer in self.layout.kv_layers}
+        if self.layout.latent_rank is not None:
+            expected |= {f"{layer}.latent" for layer in self.layout.kv_layers}
+        wrong = [name for name in sorted(expected | set(calls)) if calls[name] != (1 if name in expected else 0)]
+        if wrong:
+            raise EngineError(
+                f"site {wrong[0]} was reached {calls[wrong[0]]} times in one forward pass, expected once: the model "
+                "skips or repeats layers, which the engine cannot record"
+            )
+
+
+@dataclass(slots=True)
+class _Experts:
+    owner: EngineSites
+    layer: int
+
+    def gate_up(self, module: nn.Module) -> Operand:
+        return self._weight(module, "gate_up_proj")
+
+    def down(self, module: nn.Module) -> Operand:
+        return self._weight(module, "down_proj")
+
+    def enter(self, x: Tensor) -> Operand:
+        batch = self.owner.here(f"{self.layer}.enter")
+        return self._quantize(Kind.EXPERTS_IN, x, batch, None)
+
+    def middle(self, h: Tensor, pairs: Tensor) -> Operand:
+        batch = self.owner.here(f"{self.layer}.middle")
+        return self._quantize(Kind.EXPERTS_MID, h, batch, pairs)
+
+    def _weight(self, module: nn.Module, projection: str) -> Operand:
+        values = getattr(module, projection).detach()
+        if getattr(module, "is_transposed", False):
+            values = values.transpose(1, 2)
+        return Operand(values, self.owner.weight_scales.get((self.layer, projection)))
+
+    def _quantize(self, kind: Kind, x: Tensor, batch: Batch, pairs: Tensor | None) -> Operand:
+        numerics = self.owner.spec.for_kind(kind)
+        if numerics is None:
+            return Operand(x, None)
+        q = quantize_nearest(x, numerics)
+        self.owner.capture.write(Site(self.layer, kind), q, batch.slots, batch.tickets, pairs)
+        return Operand(q.operand(), q.decode_scale())
+
+
+@dataclass(slots=True)
+class _Router:
+    owner: EngineSites
+    index: int
+
+    def route(self, indices: Tensor) -> Tensor | None:
+        batch = self.owner.here(f"{self.index}.route")
+        self.owner.capture.write_routes(self.index, indices, batch.slots)
+        return None
+
+
+@dataclass(slots=True)
+class _Attention:
+    owner: EngineSites
+    layer: int
+
+    def latent(self, x: Tensor) -> Tensor:
+        batch = self.owner.here(f"{self.layer}.latent")
+        self._write(Kind.LATENT, batch.slots, x.unsqueeze(1))
+        # Its expansion by the model is not used: attend expands what the pool holds.
+        return x
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        batch = self.owner.here(f"{self.layer}.attend")
+        if self.owner.layout.latent_rank is not None:
+            self._write(Kind.K, batch.slots, rope_part(module, k))
+        else:
+            self._write(Kind.K, batch.slots, k)
+            self._write(Kind.V, batch.slots, v)
+        if isinstance(batch, PrefillBatch):
+            pieces = [self._prefill(module, q, segment, scaling, window, sinks) for segment in batch.segments]
+            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        return self._decode(module, q, batch, scaling, window, sinks)
+
+    def _prefill(
+        self, module: nn.Module, q: Tensor, segment: Segment, scaling: float, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
+        context = segment.context
+        if window is not None:
+            # The first query of the piece sees this far back, the others less.
+            context = context[-(segment.stop - segment.start + window - 1) :]
+        k, v = self._read(module, context.unsqueeze(0))
+        part = q[:, :, segment.start : segment.stop]
+        return dense_attention(part, k, v, scaling=scaling, window=window, sinks=sinks)
+
+    def _decode(
+        self, module: nn.Module, q: Tensor, batch: DecodeBatch, scaling: float, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
+        context, last = batch.context, batch.lengths.unsqueeze(1) - 1
+        positions = torch.arange(context.shape[1], device=context.device).unsqueeze(0)
+        if window is not None and window < context.shape[1]:
+            positions = last - torch.arange(window - 1, -1, -1, device=context.device)
+            context = context.gather(1, positions.clamp(min=0))
+        mask = (positions >= 0) & (positions <= last)
+        k, v = self._read(module, context)
+        return dense_attention(q, k, v, scaling=scaling, window=window, sinks=sinks, mask=mask[:, None, None])
+
+    def _write(self, kind: Kind, slots: Tensor, x: Tensor) -> None:
+        """Store ``x (B, vectors, S, width)``, whose ``B * S`` tokens have the given slots."""
+        self.owner.pool.write(self.layer, kind, slots, x.transpose(1, 2).flatten(0, 1))
+
+    def _read(self, module: nn.Module, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V ``(B, heads, L, width)`` of slots ``(B, L)``."""
+        pool = self.owner.pool
+        k = pool.read(self.layer, Kind.K, slots).transpose(1, 2)
+        if self.owner.layout.latent_rank is None:
+            return k, pool.read(self.layer, Kind.V, slots).transpose(1, 2)
+        latent = pool.read(self.layer, Kind.LATENT, slots).squeeze(2)
+        k_nope, v = expand_latent(module, latent)
+        return join_rope(k_nope, k), v

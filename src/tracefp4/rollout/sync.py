@@ -1,0 +1,139 @@
+"""New weights: quantized, put in place, and proved.
+
+The trainer pushes its bfloat16 weights. Expert weights are packed to FP4 on arrival (codes and scales are what a
+serving engine would keep), and the parameter of the engine's model is overwritten with their exact bfloat16 operand
+``code x block scale``: the number that the tensor cores would multiply, so attention to memory costs no arithmetic.
+The parameters stay where they are, because CUDA graphs hold their addresses.
+
+The checksum covers every parameter: packed codes and scales of the experts, raw bytes of all others. It is equal to the
+trainer's own (:func:`tracefp4.models.packing.model_digest`) if and only if both sides quantize the same weights.
+
+Nothing here is atomic: a sync that fails half-way leaves a mixture behind, and the engine must not serve it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from tracefp4.errors import SyncError, suggest
+from tracefp4.formats.numerics import Numerics
+from tracefp4.models.layout import ModelLayout
+from tracefp4.models.packing import PackedWeight, digest, expert_weights, pack_weight
+
+WeightScales = dict[tuple[int, str], Tensor | None]
+"""FP32 scale ``(E,)`` by layer and projection."""
+
+
+class WeightSync:
+    """The weights of the engine's model.
+
+    Args:
+        model: the engine's own model; its expert parameters are overwritten.
+        layout: where its experts are.
+        numerics: of expert weights; ``None`` leaves them as they are.
+        scales: where the global scales of quantized weights go, shared with the site objects.
+    """
+
+    def __init__(self, model: nn.Module, layout: ModelLayout, numerics: Numerics | None, scales: WeightScales) -> None:
+        self.numerics, self._scales = numerics, scales
+        self._parameters = dict(model.named_parameters())
+        self._others = _optional(model, self._parameters)
+        self._experts: dict[str, tuple[int, str, bool]] = {}
+        if numerics is not None:
+            layers = {path: layer for layer, path in layout.experts.items()}
+            for name, _, transposed in expert_weights(model, layout):
+                path, _, projection = name.rpartition(".")
+                self._experts[name] = (layers[path], projection, transposed)
+        self._packed: dict[str, PackedWeight] = {}
+        for name in self._experts:
+            self._put(name, self._parameters[name])
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Put every tensor in place.
+
+        Raises:
+            SyncError: naming the first tensor that is missing, unknown, or of another shape or dtype.
+        """
+        self._check_names(state)
+        for name in self._parameters:
+            self._put(name, self._checked(name, state[name], self._parameters[name]))
+        for name, target in self._others.items():
+            if name in state:
+                tensor = self._checked(name, state[name], target)
+                if any(target is parameter for parameter in self._parameters.values()):
+                    self._check_tied(name, tensor, target)
+                else:
+                    target.copy_(tensor)
+
+    def digest(self) -> str:
+        """Checksum of what is in place."""
+        parts: dict[str, Iterable[Tensor]] = {name: (p.detach(),) for name, p in self._parameters.items()}
+        parts |= {name: tuple(packed.parts()) for name, packed in self._packed.items()}
+        return digest(parts)
+
+    def packed(self, name: str) -> PackedWeight:
+        """Codes and scales of an expert weight.
+
+        Raises:
+            SyncError: no such weight is quantized.
+        """
+        if name not in self._packed:
+            raise SyncError(f"{name!r} is no quantized weight{suggest(name, self._packed)}")
+        return self._packed[name]
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        target = self._parameters[name]
+        if name not in self._experts or self.numerics is None:
+            if tensor is not target:
+                target.detach().copy_(tensor)
+            return
+        layer, projection, transposed = self._experts[name]
+        self._packed[name] = packed = pack_weight(tensor.to(target.device), self.numerics, transposed=transposed)
+        operand = packed.operand()
+        values = target.detach().transpose(1, 2) if transposed else target.detach()
+        values.copy_(operand.values)
+        known = self._scales.get((layer, projection))
+        if known is None or operand.scale is None:
+            self._scales[layer, projection] = operand.scale
+        else:
+            known.copy_(operand.scale)
+
+    def _check_names(self, state: Mapping[str, Tensor]) -> None:
+        missing = [name for name in self._parameters if name not in state]
+        if missing:
+            raise SyncError(
+                f"{len(missing)} of {len(self._parameters)} parameters are missing from the sync, first {missing[0]!r}"
+            )
+        unknown = [name for name in state if name not in self._parameters and name not in self._others]
+        if unknown:
+            raise SyncError(
+                f"the engine's model has no parameter {unknown[0]!r}{suggest(unknown[0], self._parameters)}"
+            )
+
+    def _checked(self, name: str, tensor: Tensor, target: Tensor) -> Tensor:
+        if tensor.shape != target.shape:
+            raise SyncError(f"{name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(target.shape)}")
+        if tensor.dtype != target.dtype:
+            raise SyncError(
+                f"{name!r} is {tensor.dtype}, the engine computes in {target.dtype}; convert it first, as the "
+                "trainer's own forward does, so that both sides quantize the same numbers"
+            )
+        return tensor.detach()
+
+    def _check_tied(self, name: str, tensor: Tensor, target: Tensor) -> None:
+        if not torch.equal(tensor.to(target.device), target.detach()):
+            raise SyncError(
+                f"{name!r} is tied to another parameter of the engine's model, but differs from it in the sync"
+            )
+
+
+def _optional(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a state dict holds besides the parameters: second names of tied ones, and buffers."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    kept = set(model.state_dict())
+    buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in kept}
+    return {name: tensor for name, tensor in (names | buffers).items() if name not in parameters}
