@@ -46,7 +46,9 @@ def test_names(text: str, plan: Plan) -> None:
     assert str(plan) == text
 
 
-@pytest.mark.parametrize(("text", "short"), [("r1-all/s8", "r1-all"), ("r1-all:kv+experts", "r1-all"), ("r1-l2:latent+v+k", "r1-l2:kv")])
+@pytest.mark.parametrize(
+    ("text", "short"), [("r1-all/s8", "r1-all"), ("r1-all:kv+experts", "r1-all"), ("r1-l2:latent+v+k", "r1-l2:kv")]
+)
 def test_other_names_of_a_plan_are_shortened(text: str, short: str) -> None:
     assert str(Plan.parse(text)) == short
 
@@ -121,7 +123,9 @@ def test_select_by_kind() -> None:
 def test_select_refuses_what_the_model_lacks() -> None:
     with pytest.raises(ConfigError, match=r"covers 20 layers, the model has 4 \(did you mean 'r1-all'\?\)"):
         Plan.parse("r1-l20").select(shapes(), 4)
-    with pytest.raises(ConfigError, match=r"selects no site; the model has experts_in, experts_mid, k, v in layers 0 to 3"):
+    with pytest.raises(
+        ConfigError, match=r"selects no site; the model has experts_in, experts_mid, k, v in layers 0 to 3"
+    ):
         Plan.parse("r1-all:latent").select(shapes(), 4)
     with pytest.raises(ConfigError, match="the spec quantizes no site"):
         Plan.parse("r1-all").select([], 4)

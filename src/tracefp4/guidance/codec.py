@@ -100,7 +100,7 @@ def unpack_bits(planes: Tensor, bits: int, width: int) -> Tensor:
     out = flags[..., 0, :].contiguous()
     for b in range(1, bits):
         out |= flags[..., b, :] << b
-    return out.view(torch.uint8)
+    return out.view(torch.uint8) if out.numel() else planes.new_empty((*planes.shape[:-1], width))
 
 
 def scale_bytes(blocks: int, bits: int) -> int:

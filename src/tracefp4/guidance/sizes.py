@@ -64,7 +64,7 @@ def sizes(
 
 
 def account(frame: bytes | bytearray | memoryview, label: str = "guidance frame") -> dict[str, int]:
-    """Bytes of each part of a frame that exists. Raises ``GuidanceCorrupt`` or ``GuidanceMismatch`` if it is not sound."""
+    """Bytes of each part of a frame that exists. Raises a :class:`~tracefp4.errors.GuidanceError` if it is unsound."""
     view = memoryview(frame).cast("B")
     header, _ = open_frame(view, label)
     return _split(header, len(encode_header(header)), len(view))
