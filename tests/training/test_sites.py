@@ -175,3 +175,15 @@ def test_congruent_scales_are_checked():
             p.mul_(1.0 + 0.5 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).to(p.dtype))
     _logprobs(model, sites, [Example(tokens, 4, record=congruent), other])
     assert sites.checks.take() > 0.05
+
+
+def test_padding_of_a_fully_guided_batch_is_harmless():
+    model, tokens, record = _recorded("qwen3_moe")
+    short = Example(tokens[:7], 4, record=dataclasses.replace(record, rows=6, valid=record.valid[:6], sites={
+        site: r.slice(0, 6) for site, r in record.sites.items()}), index=1)
+    sites = TrainerSites(describe(model), SPEC)
+    bind(model, sites)
+    both = _logprobs(model, sites, [Example(tokens, 4, record=record), short])
+    alone = _logprobs(model, sites, [short])
+    assert torch.isfinite(both).all()
+    torch.testing.assert_close(both[1, :6], alone[0], atol=0.03, rtol=0)

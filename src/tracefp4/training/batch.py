@@ -177,7 +177,8 @@ def _stack_site(site: Site, like: SiteRecord, examples: Sequence[Example], width
         sample: Tensor | None = getattr(like, name)
         if sample is None:
             return None
-        out = sample.new_zeros((len(examples), width, *sample.shape[1:]))
+        # Scale bytes of padding are 0, so it is rounded to 0; a global scale of 0 would make that 0 times infinity.
+        out = sample.new_full((len(examples), width, *sample.shape[1:]), 1 if name == "global_scale" else 0)
         for b, e in enumerate(examples):
             if e.record is not None:
                 out[b, : e.rows] = getattr(e.record.sites[site], name)

@@ -1,0 +1,51 @@
+"""Checking that congruent block scales were restored as the rollout had them.
+
+A congruent scale travels as its low 2 or 3 bits; the trainer supplies the rest from its own block scale. Where the two
+sides are too far apart the restored scale is wrong, and nothing in it shows that. So a checksum of the whole scale bytes
+of each site and 16 tokens travels along. Failures are counted, not repaired: the rate tells whether a plan's scales are
+safe on this model, and a rate that is not near zero means that they are not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tracefp4.guidance.codec import CHUNK, scale_checks
+from tracefp4.guidance.record import SiteRecord
+
+
+class ScaleChecks:
+    """Counts chunks of 16 tokens, over all sites, and those whose restored scales fail their check."""
+
+    def __init__(self) -> None:
+        self._counts: list[tuple[Tensor, Tensor]] = []
+
+    def count(self, scales: Tensor, record: SiteRecord, guided: Tensor, rows: Tensor | None) -> None:
+        """Check one site of one forward.
+
+        Args:
+            scales: uint8 ``(R * vectors, blocks)``, restored.
+            record: the site's stacked record; ``checks (B, chunks)``.
+            guided: bool ``(R,)``, rows that have guidance.
+            rows: order of ``scales`` if not row-major, as in ``TrainerSites.quantize``.
+        """
+        if record.checks is None:
+            return
+        if rows is not None:
+            ordered = torch.empty_like(scales)
+            ordered[rows] = scales
+            scales = ordered
+        mask = guided.view(record.checks.shape[0], -1)
+        found = scale_checks(scales.reshape(*mask.shape, -1), mask)
+        # A chunk without a guided row proves nothing and is not counted.
+        known = torch.nn.functional.pad(mask, (0, -mask.shape[1] % CHUNK)).view(*found.shape, CHUNK).any(-1)
+        self._counts.append((known.sum(), ((found != record.checks) & known).sum()))
+
+    def take(self) -> float | None:
+        """Share of chunks that failed since the last call; ``None`` if none were checked. Reads the device."""
+        if not self._counts:
+            return None
+        total, failed = (float(torch.stack(part).sum()) for part in zip(*self._counts, strict=True))
+        self._counts.clear()
+        return failed / max(total, 1.0)
