@@ -28,8 +28,11 @@ from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.frame import Expectation
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.sizes import bytes_per_token
 from tracefp4.methods import get_method
 from tracefp4.models.binding import bind
+from tracefp4.models.coverage import Coverage, compare, coverage, probe, render
+from tracefp4.models.layout import describe
 from tracefp4.models.loading import cache_dir, load_model
 from tracefp4.models.packing import model_digest
 from tracefp4.rl.collect import digest_experience, make_requests, sampling_params, score
@@ -119,8 +122,6 @@ class Run:
         reference = copy.deepcopy(self.model) if config.loss.kl > 0 else None
         if config.train.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        from tracefp4.models.layout import describe
-
         self.layout = describe(self.model)
         self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder)
         bind(self.model, self.sites, spec=self.trainer_spec)
@@ -139,6 +140,35 @@ class Run:
                 return token_logprobs(model, batch, self.config.sampling.temperature)[0]
 
         return logprobs
+
+    def describe(self, say: Callable[[str], None]) -> None:
+        """Say what this run is: the policy, both sides' coverage, and whether they agree.
+
+        Raises:
+            CoverageError: a site was missed, or a method that quantizes both sides alike does not.
+        """
+        theirs = self.engine.coverage()
+        mine = self.trainer_coverage()
+        say(f"policy {self.config.policy} on {self.device}; method {self.method.name}; warm start {self.warm_start_hash}")
+        for key, value in self.source.items():
+            say(f"  {key}: {value}")
+        say(f"rollout: {render(theirs)}")
+        if self.rollout_spec.hash == self.trainer_spec.hash:
+            compare(theirs, mine)
+            say("trainer: the same, checked module by module")
+        else:
+            say(f"trainer: {render(mine)}")
+        if self.plan is not None:
+            size = bytes_per_token(self.plan, self.layout.site_shapes(self.rollout_spec), self.layout.num_layers)
+            say(f"guidance {self.plan}: {size:.0f} B a token")
+
+    @torch.no_grad()
+    def trainer_coverage(self) -> Coverage:
+        """What the trainer quantizes, watched during one short forward."""
+        ids = torch.arange(8, device=self.device)[None] + 1
+        with probe(self.model) as calls:
+            self.model.get_decoder()(input_ids=ids, use_cache=False)
+        return coverage(self.model, self.trainer_spec, calls)
 
     # The loop -------------------------------------------------------------------------------------------------------
 
