@@ -47,6 +47,6 @@ def decode(data: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def byte(value: float) -> int:
     """Byte of a non-negative constant that the format holds exactly."""
     mantissa, exponent = math.frexp(value)  # value = mantissa 2^exponent, 1/2 <= mantissa < 1
-    if exponent <= -6:
+    if value < 2.0**-6:
         return int(value * 512)
     return ((exponent + 6) << 3) + int(16 * mantissa - 8)

@@ -83,7 +83,7 @@ def on_device(make: Callable[..., Tensor], device: torch.device, *args: object) 
 _made: dict[tuple[object, ...], Tensor] = {}
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason="tables are made once, outside of graphs")
 def _make(
     make: Callable[..., Tensor], device: torch.device, args: tuple[object, ...], key: tuple[object, ...]
 ) -> Tensor:
