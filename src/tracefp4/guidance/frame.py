@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tracefp4.core import Site, SiteShape
 from tracefp4.errors import ConfigError, GuidanceCorrupt, GuidanceError, GuidanceMismatch, GuidanceStale
-from tracefp4.guidance.codec import chunks, clean_padding
+from tracefp4.guidance.codec import chunks, clean_padding, scale_bytes
 from tracefp4.guidance.header import (
     LIMITS,
     Header,
@@ -290,7 +290,7 @@ def _cut(body: Tensor, section: tuple[int, int]) -> Tensor:
 def _read_site(body: Tensor, entry: SiteEntry, rows: int, plan: Plan, label: str) -> SiteRecord:
     shape = entry.shape
     blocks = shape.width // shape.block
-    scales = _cut(body, entry.block_scales).view(rows, shape.vectors, -1)
+    scales = _cut(body, entry.block_scales).view(rows, shape.vectors, scale_bytes(blocks, plan.scale_bits))
     if not clean_padding(scales, plan.scale_bits, blocks):
         raise GuidanceCorrupt(f"{label} at site {shape.site}: unused bits of its packed scales are not zero")
     wide, checks = entry.global_scales, entry.checks
