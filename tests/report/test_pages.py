@@ -10,7 +10,7 @@ from tracefp4.errors import ConfigError
 from tracefp4.report.compare import compare_runs, mean_series
 from tracefp4.report.headline import data_size, headline, share, verdict
 from tracefp4.report.run_data import Series, read_run
-from tracefp4.report.run_report import choose_samples, flatten, write_report
+from tracefp4.report.run_report import choose_samples, flatten, update_summary, write_report
 
 
 class Collector(HTMLParser):
@@ -177,3 +177,10 @@ def test_command(write_run, tmp_path, capsys):
         )
         == 0
     )
+
+
+def test_summary_is_extended(write_run):
+    folder = write_run(steps=3, extras=False)
+    update_summary(folder, {"environment": {"torch": "2.13"}})
+    update_summary(folder, {"mismatch_kl_floor": 1e-3})
+    assert read_run(folder).summary == {"environment": {"torch": "2.13"}, "mismatch_kl_floor": 1e-3}

@@ -14,7 +14,9 @@ from tracefp4.report.run_report import write_report
 
 
 def run(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders. One gives its page, several give a comparison.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders. One gives its page, several give a comparison.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="File to write. Default: RUN/report.html, or comparison.html for several.")
     ] = None,

@@ -115,7 +115,7 @@ def read_run(folder: str | Path) -> Run:
     if dropped:
         notes.append(f"{dropped} metric values were not finite and are left out.")
     samples = read_lines(folder / "samples.jsonl", notes) if (folder / "samples.jsonl").is_file() else []
-    return Run(folder, _read_config(folder / "config.toml", notes), rows, samples, _read_summary(folder), notes)
+    return Run(folder, _read_config(folder / "config.toml", notes), rows, samples, read_summary(folder), notes)
 
 
 def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
@@ -169,7 +169,8 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}") from error
 
 
-def _read_summary(folder: Path) -> dict[str, Any]:
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The object in ``summary.json``, empty where there is no such file; :class:`ConfigError` if it is malformed."""
     path = folder / "summary.json"
     if not path.is_file():
         return {}

@@ -7,6 +7,7 @@ instead of being shown as an empty plot.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from tracefp4.errors import ConfigError
 from tracefp4.report import figures, html
 from tracefp4.report.headline import head_cards, headline, verdict
 from tracefp4.report.panels import PANELS, mismatch, missing_metrics, reward
-from tracefp4.report.run_data import Run, read_run
+from tracefp4.report.run_data import Run, read_run, read_summary
 
 
 def write_report(folder: str | Path, out: str | Path | None = None, images: str | Path | None = None) -> Path:
@@ -83,14 +84,28 @@ def write_images(run: Run, folder: Path) -> list[Path]:
 
 
 def write_text(target: Path, text: str) -> None:
-    """Write a page whole or not at all: into a file beside it, then renamed."""
+    """Write a file whole or not at all: into one beside it, then renamed."""
     partial = target.with_name(target.name + ".partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, target)
     except OSError as error:
-        raise ConfigError(f"report cannot be written to {str(target)!r}: {error.strerror}") from error
+        raise ConfigError(f"{str(target)!r} cannot be written: {error.strerror}") from error
+
+
+def update_summary(folder: str | Path, entries: dict[str, Any]) -> None:
+    """Add entries to the run's ``summary.json``; the page shows ``environment`` and ``mismatch_kl_floor``.
+
+    Args:
+        folder: the run folder.
+        entries: JSON values by name; a name that is there already is replaced.
+
+    Raises:
+        ConfigError: the file is there and is no JSON object, or cannot be written.
+    """
+    summary = read_summary(Path(folder)) | entries
+    write_text(Path(folder) / "summary.json", json.dumps(summary, indent=1, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def choose_samples(samples: Sequence[dict[str, Any]], each: int = 2) -> list[dict[str, Any]]:
