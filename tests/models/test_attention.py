@@ -81,6 +81,17 @@ def test_bfloat16_and_different_value_width(device, with_sinks):
     torch.testing.assert_close(out.double(), plain(q, k, v, 0.2, sinks, mask), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(20, 20), (17, 30)])
+@pytest.mark.parametrize("window", [None, 3, 9])
+def test_blocks_of_queries(device, monkeypatch, queries, keys, window):
+    q, k, v = tensors(device, torch.float32, queries, keys)
+    sinks = torch.randn(4, device=device)
+    whole = dense_attention(q, k, v, scaling=0.2, window=window, sinks=sinks)
+    monkeypatch.setattr("tracefp4.models.attention.QUERY_BLOCK", 8)
+    blocks = dense_attention(q, k, v, scaling=0.2, window=window, sinks=sinks)
+    torch.testing.assert_close(blocks, whole, atol=1e-6, rtol=1e-6)
+
+
 def test_window_wider_than_the_sequence_is_no_window(device):
     q, k, v = tensors(device, torch.float32)
     wide = dense_attention(q, k, v, scaling=0.2, window=100)

@@ -257,3 +257,24 @@ def test_tiny_models_repeat():
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ModelError, match="did you mean 'qwen3_moe'"):
         tiny_model("qwen3-moe")
+
+
+@pytest.mark.gpu
+@families
+def test_on_cuda(sites_of, tokens, family):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    tokens = tokens.cuda()
+    model = tiny_model(family, dtype=torch.float32, device="cuda")
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    plain = run(model, tokens)
+    with bound(model, sites_of(describe(model))):
+        torch.testing.assert_close(run(model, tokens), plain, atol=1e-4, rtol=1e-4)
+        model.train()
+        torch.testing.assert_close(model(tokens, use_cache=False).logits, plain, atol=1e-4, rtol=1e-4)
+    model = tiny_model(family, device="cuda")
+    bind(model, sites_of(describe(model), get_spec(SPEC)))
+    assert torch.equal(run(model, tokens), run(model, tokens))
+    grads = gradients(model, tokens)
+    assert all(torch.isfinite(grad).all() for grad in grads.values())

@@ -21,6 +21,9 @@ from tracefp4.errors import ModelError
 from tracefp4.models.experts import NAME, refuse_autocast, site_of
 from tracefp4.models.sites import AttentionSite
 
+QUERY_BLOCK = 512
+"""Queries for which written-out attention holds float32 logits at a time."""
+
 
 def attention_forward(
     module: nn.Module,
@@ -130,6 +133,8 @@ def dense_attention(
     """
     queries, keys, groups = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     explicit = sinks is not None or window is not None
+    if explicit and mask is None and queries > QUERY_BLOCK:
+        return _blocks(q, k, v, scaling, window, sinks)
     if mask is None and (queries != keys or explicit):
         mask = causal_mask(queries, keys, window, q.device)
     if mask is None:
@@ -144,6 +149,18 @@ def dense_attention(
     else:
         out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scaling)
     return out.reshape(q.shape[0], q.shape[1], queries, v.shape[3]).transpose(1, 2)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None, sinks: Tensor | None) -> Tensor:
+    """Causal attention in blocks of queries, each with only the keys that it may see."""
+    queries, before = q.shape[2], k.shape[2] - q.shape[2]
+    parts = []
+    for start in range(0, queries, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, queries)
+        seen = slice(0 if window is None else max(0, before + start - window + 1), before + stop)
+        part = q[:, :, start:stop], k[:, :, seen], v[:, :, seen]
+        parts.append(dense_attention(*part, scaling=scaling, window=window, sinks=sinks))
+    return torch.cat(parts, dim=1)
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:

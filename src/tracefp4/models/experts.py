@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import ModelError
-from tracefp4.models.linear import Dispatch, Strategy, choose_strategy, dispatch, expert_linear
+from tracefp4.models.dispatch import Dispatch, Strategy, choose_strategy, dispatch
+from tracefp4.models.linear import expert_linear
 from tracefp4.models.sites import ExpertsSite
 
 NAME = "tracefp4"
@@ -146,7 +147,7 @@ class _Combine(torch.autograd.Function):
 
 def _by_slot(out: Tensor, plan: Dispatch) -> Tensor:
     """Return ``(T, K, H)`` from rows in the order of ``plan``."""
-    if plan.bounds is not None:
+    if not plan.dense:
         slots = torch.empty_like(out)
         slots[plan.pairs] = out
         out = slots

@@ -106,8 +106,8 @@ def probe_rule(router: Any, name: str, tokens: int = 64) -> Rule:
 def hook_router(router: Any, name: str) -> RemovableHandle:
     """Pass the choices of ``router`` through ``route`` of its site object, and gate values through the router's rule.
 
-    The rule is chosen here, on random hidden states. A router whose weight is sharded or not materialised yet cannot run
-    outside the model: its rule is chosen by the first forward that replays.
+    The rule is chosen here, on random hidden states. A router whose weight is sharded or not materialised yet cannot
+    run outside the model: its rule is chosen by the first forward that replays.
 
     Args:
         router: the router, bound.
