@@ -40,7 +40,7 @@ def headline(run: Run) -> Headline:
     floor = run.summary.get(FLOOR_KEY)
     coverage = run.series("guidance/coverage")
     parts = [run.series(f"time/{name}_s") for name in ("rollout", "reward", "train", "sync")]
-    seconds = [part.mean() for part in parts if part]
+    seconds = _mean(run, "time/step_s") or sum(part.mean() for part in parts if part)
     return Headline(
         steps=len({row["step"] for row in run.rows if "reward/mean" in row}),
         reward_first=reward.head(window) if reward else None,
@@ -53,7 +53,7 @@ def headline(run: Run) -> Headline:
         bits_per_value=_mean(run, "guidance/bits_per_value"),
         coverage=min(coverage.values) if coverage else None,
         rollout_speed=_mean(run, "throughput/rollout_tok_s"),
-        step_seconds=sum(seconds) if seconds else None,
+        step_seconds=seconds or None,
     )
 
 
