@@ -79,7 +79,7 @@ def faults_of(path):
                 yield where + "broad except"
         if isinstance(node, ast.Name) and node.id == "NotImplementedError":
             yield where + "NotImplementedError"
-        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
             yield where + "trust_remote_code"
     for node, name in walk_public(tree):
         if length(node) > UNDOCUMENTED_LINES and not ast.get_docstring(node):
@@ -102,11 +102,19 @@ def test_source_files_follow_the_house_rules():
 def test_the_checker_sees_violations(tmp_path):
     path = tmp_path / "bad.py"
     path.write_text(
-        "import pickle\ndef f(x):\n    assert x\n    try:\n        eval(x)\n"
+        "import pickle\ndef f(x):\n    assert x\n    try:\n        eval(x)\n        f(trust_remote_code=x)\n"
         "    except (ValueError, Exception):\n        raise NotImplementedError from None\n"
     )
     found = "\n".join(faults_of(path))
-    for text in ("no module docstring", "assert", "broad except", "calls eval", "imports pickle", "NotImplemented"):
+    for text in (
+        "no module docstring",
+        "assert",
+        "broad except",
+        "calls eval",
+        "imports pickle",
+        "NotImplemented",
+        "trust_remote",
+    ):
         assert text in found
 
 
