@@ -192,11 +192,11 @@ def _sites_problem(sites: Sequence[SiteEntry], plan: Plan) -> str | None:
         name = f"site {entry.layer}.{entry.kind[:32]}"
         if entry.kind not in known:
             return f"{name}: plan {str(plan)!r} has no such kind of site"
-        if (entry.layer, entry.kind) <= before:
+        if before[0] >= 0 and (entry.layer, entry.kind) <= before:
             return f"{name} comes after site {before[0]}.{before[1]}; sites are sorted and occur once"
         before = (entry.layer, entry.kind)
         vectors, width = entry.vectors, entry.width
-        if not (entry.layer < LIMITS.layers and 1 <= vectors <= LIMITS.vectors and 1 <= width <= LIMITS.width):
+        if not (0 <= entry.layer < LIMITS.layers and 1 <= vectors <= LIMITS.vectors and 1 <= width <= LIMITS.width):
             return (
                 f"{name} has {vectors} vectors of {width} values, "
                 f"at most {LIMITS.vectors} of {LIMITS.width} in {LIMITS.layers} layers are accepted"
@@ -248,7 +248,8 @@ def _check_prologue(frame: memoryview, label: str) -> int:
     """Everything that can be known without the header; returns the header's length."""
     size = len(frame)
     if size < PROLOGUE or frame[:8] != MAGIC:
-        what = _foreign(bytes(frame[:8])) if frame[:8] != MAGIC[:size] else f"cut off after {size} bytes"
+        cut = size and frame[:8] == MAGIC[:size]
+        what = f"cut off after {size} bytes" if cut else _foreign(bytes(frame[:8]))
         raise GuidanceCorrupt(f"{label} of {size} bytes is {what}; a frame has at least {PROLOGUE} bytes")
     _, _, reserved, length, total, checksum, rest = _PROLOGUE.unpack_from(frame)
     if total != size:
