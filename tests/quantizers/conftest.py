@@ -2,6 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
+
+# Examples are small, but a busy machine can stall any of them; a time limit for each would only make tests flaky.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -11,9 +11,8 @@ four steps are four functions, because guided rounding replaces some of them by 
 All arithmetic is fp32 and elementwise; maxima are exact in any order. So the result of a row depends on that row alone
 (scope ``token``), is bit-for-bit the same on CPU and CUDA, and never waits for the device. Two traps of eager PyTorch
 are avoided: ``scalar / tensor`` computes ``reciprocal * scalar``, and on CUDA ``tensor / scalar`` multiplies by the
-reciprocal. Every division here is between tensors, which is IEEE on both. (``torch.compile`` may emit an approximate
-division; compile with ``torch._inductor.config.emulate_precision_casts`` and check against eager, or leave these
-functions out.)
+reciprocal. Every division here is between tensors, which is IEEE on both. ``torch.compile`` divides approximately
+unless ``torch._inductor.config.eager_numerics.division_rounding`` is set; ``docs/numerics.md`` says what is exact then.
 
 Non-finite values. An infinity counts as the largest finite float: its block gets the largest scale, it becomes +-6. A
 NaN gives its block the NaN scale byte (E4M3 ``0x7F``, E8M0 ``0xFF``), so that block decodes to NaN and the step that
