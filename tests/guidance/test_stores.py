@@ -1,0 +1,195 @@
+"""Stores: the rules that both kinds keep."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tracefp4.core import Handle
+from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
+from tracefp4.guidance.file_store import FileStore
+from tracefp4.guidance.frame import Expectation, decode, encode
+from tracefp4.guidance.memory_store import MemoryStore
+from tracefp4.guidance.record import Record
+from tracefp4.guidance.store import MAX_KEY, Store, check_key, make_key
+
+
+@pytest.fixture(params=["memory", "file"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    made: Store = MemoryStore() if request.param == "memory" else FileStore(tmp_path / "frames")
+    yield made
+    made.close()
+
+
+def test_what_was_put_comes_back(store: Store, small: Record) -> None:
+    frame = encode(small)
+    handle = store.put("step3.0", frame)
+    assert handle == Handle(store.name, "step3.0", len(frame))
+    view = store.get(handle)
+    assert view == frame
+    assert view.readonly
+    assert decode(view, Expectation(tokens=range(100, 120))).plan == small.plan
+    assert store.keys() == ("step3.0",)
+    assert store.nbytes == len(frame)
+
+
+def test_what_is_put_is_kept_even_if_its_owner_changes_it(store: Store) -> None:
+    data = bytearray(b"abcd")
+    handle = store.put("a", memoryview(data))
+    data[:] = b"xxxx"
+    assert store.get(handle) == b"abcd"
+
+
+def test_a_repeated_message_is_harmless(store: Store) -> None:
+    first = store.put("a", b"abcd")
+    assert store.put("a", bytearray(b"abcd")) == first
+    assert store.nbytes == 4
+    for other in (b"abce", b"abc", b"abcde"):
+        with pytest.raises(GuidanceError, match="holds other bytes under 'a'"):
+            store.put("a", other)
+    assert store.get(first) == b"abcd"
+    store.delete(first)
+    assert store.get(store.put("a", b"abce")) == b"abce"
+
+
+def test_what_is_missing(store: Store) -> None:
+    handle = store.put("a", b"abcd")
+    with pytest.raises(GuidanceMissing, match=r"no guidance under 'b' in .* \(1 frames\)"):
+        store.get(Handle(store.name, "b", 4))
+    with pytest.raises(GuidanceMissing, match="lies in store 'elsewhere'"):
+        store.get(Handle("elsewhere", "a", 4))
+    with pytest.raises(GuidanceMissing, match="lies in store 'elsewhere'"):
+        store.delete(Handle("elsewhere", "a", 4))
+    store.delete(handle)
+    for action in (store.get, store.delete):
+        with pytest.raises(GuidanceMissing):
+            action(handle)
+    assert store.keys() == ()
+    assert store.nbytes == 0
+
+
+@pytest.mark.parametrize("nbytes", [3, 5, 0, -1])
+def test_a_handle_with_another_size(store: Store, nbytes: int) -> None:
+    store.put("a", b"abcd")
+    with pytest.raises(GuidanceCorrupt, match=f"has 4 bytes, its handle says {nbytes}"):
+        store.get(Handle(store.name, "a", nbytes))
+
+
+def test_nothing_is_no_frame(store: Store) -> None:
+    with pytest.raises(GuidanceError, match="no bytes to keep under 'a'"):
+        store.put("a", b"")
+    assert store.keys() == ()
+
+
+@pytest.mark.parametrize(
+    "key", ["", ".", "..", "../a", "a/b", "/etc/passwd", ".lock", "a\0b", "a b", "ä", "-a", "a" * 161, "a\n"]
+)
+def test_keys_that_are_none(store: Store, key: str) -> None:
+    with pytest.raises(GuidanceError, match="is not a key of a store"):
+        store.put(key, b"abcd")
+    with pytest.raises(GuidanceError):
+        store.get(Handle(store.name, key, 4))
+    with pytest.raises(GuidanceError):
+        store.delete(Handle(store.name, key, 4))
+    assert store.keys() == ()
+
+
+@given(parts=st.lists(st.text(max_size=60) | st.integers(), max_size=4))
+def test_a_key_can_be_made_of_anything(parts: list) -> None:
+    key = make_key(*parts)
+    assert check_key(key) == key
+    assert len(key) <= MAX_KEY
+
+
+@given(
+    a=st.lists(st.text(alphabet="a.=/0-é", max_size=6), max_size=3),
+    b=st.lists(st.text(alphabet="a.=/0-é", max_size=6), max_size=3),
+)
+def test_other_parts_make_another_key(a: list[str], b: list[str]) -> None:
+    assert (make_key(*a) == make_key(*b)) == (a == b or ([*a, *b] in ([""], [])))
+
+
+def test_keys_read_well() -> None:
+    assert make_key("train-3-0", 7, "v12") == "train-3-0.7.v12"
+    assert make_key("user/7", 0) == "user=2f=7.0"
+    assert make_key("../x") != make_key("..", "x")
+    long = make_key("x" * 300, 1)
+    assert len(long) == MAX_KEY
+    assert long != make_key("x" * 300, 2)
+
+
+def test_clear(store: Store) -> None:
+    for key in "abc":
+        store.put(key, key.encode())
+    store.clear()
+    assert store.keys() == ()
+    assert store.nbytes == 0
+
+
+def test_closed(store: Store) -> None:
+    handle = store.put("a", b"abcd")
+    view = store.get(handle)
+    store.close()
+    store.close()
+    assert view == b"abcd"
+    for action in (
+        lambda: store.put("b", b"x"),
+        lambda: store.get(handle),
+        lambda: store.delete(handle),
+        store.keys,
+        store.clear,
+    ):
+        with pytest.raises(GuidanceError, match="is closed"):
+            action()
+
+
+def test_views_outlive_deletion(store: Store) -> None:
+    handle = store.put("a", b"abcd" * 5000)
+    view = store.get(handle)
+    store.delete(handle)
+    assert view == b"abcd" * 5000
+
+
+def test_many_threads(store: Store) -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for i in range(20):
+                own = store.put(f"t{number}.{i}", bytes([number]) * 100)
+                shared = store.put(f"shared.{i}", b"same")
+                if store.get(own) != bytes([number]) * 100 or store.get(shared) != b"same":
+                    raise GuidanceCorrupt("wrong bytes")
+                store.delete(own)
+        except GuidanceError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert store.keys() == tuple(sorted(f"shared.{i}" for i in range(20)))
+    assert store.nbytes == 80
+
+
+def test_memory_has_a_limit() -> None:
+    store = MemoryStore(max_bytes=10)
+    handle = store.put("a", b"abcdef")
+    with pytest.raises(GuidanceError, match="no room for 5 bytes under 'b' in 'memory': 6 of 10 used"):
+        store.put("b", b"12345")
+    assert store.keys() == ("a",)
+    store.put("a", b"abcdef")
+    store.delete(handle)
+    store.put("b", b"12345")
+
+
+def test_memory_keeps_bytes_without_a_copy(small: Record) -> None:
+    frame, store = encode(small), MemoryStore()
+    assert store.get(store.put("a", frame)).obj is frame
