@@ -134,7 +134,7 @@ def test_e2m1_times_e8m0_is_exact_in_bfloat16_below_the_overflow():
 
 
 def test_ceil_is_the_logarithm_of_sglang_on_every_bfloat16():
-    """SGLang writes ``ceil(log2(max(m / 6, 1e-10)))``; in fp32 that is ours, in bfloat16 a tenth of exponents differ."""
+    """SGLang writes ``ceil(log2(max(m / 6, 1e-10)))``: ours in fp32; in bfloat16 a tenth of exponents differ."""
     m = torch.arange(1, 0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     ours = e8m0.from_amax(m.float(), "ceil", 2, 0x400000).clamp(min=e8m0.byte(2.0**-33))
     exact = torch.ceil(torch.log2((m.float() / 6).clamp(min=1e-10))) + 127
