@@ -1,11 +1,8 @@
-"""What the engine refuses before it starts: settings, models and requests that could only fail later."""
+"""What the engine refuses before it starts: settings and requests that could only fail later."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import nn
 
 from tracefp4.core import Request, SiteShape
 from tracefp4.errors import EngineError
@@ -33,21 +30,6 @@ class Limits:
             raise EngineError(
                 f"max_tokens = {self.max_tokens} is no multiple of page_size = {self.page_size}; take {nearest}"
             )
-
-
-def check_model(model: nn.Module, layout: ModelLayout, spec: Spec) -> torch.dtype:
-    """Return the dtype that the model computes in.
-
-    Raises:
-        EngineError: FP4 operands are exact in bfloat16, and the model is in another dtype.
-    """
-    names = list(layout.experts.values()) or list(layout.attentions.values())
-    dtype = next(model.get_submodule(names[0]).parameters()).dtype
-    if (spec.weights is not None or spec.activations is not None) and dtype is not torch.bfloat16:
-        raise EngineError(
-            f"spec {spec.name!r} multiplies FP4 operands in bfloat16, but the model is in {dtype}; load it in bfloat16"
-        )
-    return dtype
 
 
 def recorded_shapes(layout: ModelLayout, spec: Spec, plan: Plan | None) -> tuple[SiteShape, ...]:

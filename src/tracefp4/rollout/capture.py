@@ -155,8 +155,8 @@ class Capture:
         planes, scales, rest = data.tensor_split((column.planes, column.planes + column.scales), dim=-1)
         scale = None
         if column.shape.token_scale:
-            scale, rest = rest[..., :_GLOBAL].contiguous().view(torch.float32).squeeze(-1), rest[..., _GLOBAL:]
-        return Rows(planes, scales, scale, rest.contiguous().view(torch.int32).squeeze(-1))
+            scale, rest = _words(rest[..., :_GLOBAL], torch.float32), rest[..., _GLOBAL:]
+        return Rows(planes, scales, scale, _words(rest, torch.int32))
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the rows of slots ``source (n,)`` to slots ``target (n,)``."""
@@ -167,3 +167,8 @@ class Capture:
     def _view(self, column: _Column) -> Tensor:
         """``(slots, vectors, bytes)`` view of a site's columns."""
         return self._rows[:, column.start : column.stop].unflatten(1, (column.shape.vectors, column.vector))
+
+
+def _words(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Four bytes ``(..., 4)`` as one number ``(...)``, aligned and contiguous."""
+    return data.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)

@@ -30,8 +30,9 @@ from tracefp4.formats.spec import Spec
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.store import Store
 from tracefp4.models.binding import bind, unbind
+from tracefp4.models.coverage import Coverage, coverage
 from tracefp4.models.layout import describe
-from tracefp4.rollout.admission import Limits, check_model, check_request, recorded_shapes
+from tracefp4.rollout.admission import Limits, check_request, recorded_shapes
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.engine import Capabilities, Digest, EngineStats, Progress
 from tracefp4.rollout.harvest import Harvester
@@ -49,7 +50,8 @@ class EmbeddedEngine:
     """Continuous batching over a paged FP4 KV pool, with capture. See :class:`tracefp4.rollout.engine.Engine`.
 
     Args:
-        model: a transformers causal language model of the engine's own, not bound.
+        model: a transformers causal language model of the engine's own, not bound. Its dtype is what the engine
+            computes in: bfloat16, or float32 to check something without rounding noise.
         tokenizer: decodes text to find stop strings, and names the end-of-sequence token; may be ``None``.
         spec: what is quantized.
         plan: what is recorded; ``None`` or the plan ``none`` for nothing.
@@ -85,14 +87,13 @@ class EmbeddedEngine:
         if plan is not None and store is None:
             raise EngineError(f"plan {str(plan)!r} records guidance, but there is no store to put it into")
         self._limits = Limits(max_tokens, page_size, max_batch, prefill_chunk)
-        self._model = model.to(device).eval() if device is not None else model.eval()
+        self._model: Any = model.to(device).eval() if device is not None else model.eval()
         self._model.requires_grad_(False)
         self.spec, self.plan = spec, plan
         self.layout = describe(model)
-        dtype = check_model(model, self.layout, spec)
-        self.device = next(model.parameters()).device
-        self._vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-        self._build(dtype, store, cuda_graphs and self.device.type == "cuda")
+        embedding = self._model.get_input_embeddings()
+        self.device, self._vocabulary = embedding.weight.device, embedding.num_embeddings
+        self._build(embedding.weight.dtype, store, cuda_graphs and self.device.type == "cuda")
         decode = None if tokenizer is None else _decoder(tokenizer)
         self._stops = StopRules(eos_token_ids(model, tokenizer), decode)
         self._version: int | None = 0
@@ -326,6 +327,10 @@ class EmbeddedEngine:
         """Checksum of the weights it serves; equal to :func:`tracefp4.models.packing.model_digest` of the trainer's."""
         _ = self.weight_version
         return self._weights.digest()
+
+    def coverage(self) -> Coverage:
+        """What it quantizes, by module; see :func:`tracefp4.models.coverage.coverage`."""
+        return coverage(self._model, self.spec)
 
     def close(self) -> None:
         """Drop what is in flight and take the site objects off the model, which keeps its quantized weights."""

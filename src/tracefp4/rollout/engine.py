@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tracefp4.core import Kind, Request, Rollout
+from tracefp4.models.coverage import Coverage
 
 Digest = str
 """Checksum of the deployed weights: XXH3-128, 32 hex characters (:mod:`tracefp4.models.packing`)."""
@@ -137,6 +138,10 @@ class Engine(Protocol):
 
     def digest(self) -> Digest:
         """Checksum of the weights it serves."""
+        ...
+
+    def coverage(self) -> Coverage:
+        """What it quantizes, by module; the trainer compares it with its own before the first step."""
         ...
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ the context. Graphs are captured when a size is first met and share one memory p
 
 Capture runs nothing, but kernels must have been loaded and tables made before: a step of padding rows goes first, which
 writes only to the padding page. Steps that would have to wait for the host cannot be captured: experts are computed by
-the ``dense`` strategy (:mod:`tracefp4.models.linear`), all experts for all rows, which pays off while there are few of
-both. Larger batches run launch by launch as before.
+the ``dense`` strategy (:mod:`tracefp4.models.dispatch`), all experts for all rows, which pays off while there are few
+of both. Larger batches run launch by launch as before.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tracefp4.models.linear import DENSE_ROWS
+from tracefp4.models.dispatch import DENSE_ROWS
 from tracefp4.rollout.inputs import DecodeInputs, DecodeRow
 
 Step = Callable[[DecodeInputs, bool], tuple[Tensor, Tensor]]
@@ -47,7 +48,7 @@ class DecodeGraphs:
         self._step, self._inputs, self._max_batch = step, inputs, max_batch
         self._num_experts = num_experts
         self._captured: dict[tuple[int, int, bool], _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     def fits(self, rows: int) -> bool:
         """Whether a batch of ``rows`` sequences may run as a graph."""

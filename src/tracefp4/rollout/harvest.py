@@ -170,7 +170,7 @@ def _groups(sequences: Items[Sequence]) -> Iterable[list[Sequence]]:
 def to_host(tensors: Items[Tensor]) -> list[Tensor]:
     """Copy tensors to the host, those of one dtype in one transfer; order and shapes are kept."""
     if all(t.device.type == "cpu" for t in tensors):
-        return [t.contiguous() for t in tensors]
+        return [t.clone(memory_format=torch.contiguous_format) for t in tensors]
     arrived: list[Tensor | None] = [None] * len(tensors)
     for dtype in {t.dtype for t in tensors}:
         members = [i for i, t in enumerate(tensors) if t.dtype is dtype]

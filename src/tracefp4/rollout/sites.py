@@ -120,7 +120,10 @@ class _Experts:
         values = getattr(module, projection).detach()
         if getattr(module, "is_transposed", False):
             values = values.transpose(1, 2)
-        return Operand(values, self.owner.weight_scales.get((self.layer, projection)))
+        if self.owner.spec.weights is None:
+            return Operand(values, None)
+        # A model in bfloat16 is not copied; in a wider dtype the values are exact all the same.
+        return Operand(values.to(torch.bfloat16), self.owner.weight_scales[self.layer, projection])
 
     def _quantize(self, kind: Kind, x: Tensor, batch: Batch, pairs: Tensor | None) -> Operand:
         numerics = self.owner.spec.for_kind(kind)

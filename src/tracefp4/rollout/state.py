@@ -127,11 +127,12 @@ class StatePool:
     def scatter(self, cache: Cache, rows: Tensor) -> None:
         """Store the states that a forward pass left in ``cache`` into rows ``(B,)``."""
         for index in self.layout.linear_layers:
-            layer = cache.layers[index]
-            found = (layer.conv_states[0], layer.recurrent_states[0])
+            layer: Any = cache.layers[index]
+            found: tuple[Tensor, Tensor] = (layer.conv_states[0], layer.recurrent_states[0])
             if index not in self._states:
                 # The first forward pass tells shapes and dtypes; the model knows them better than a configuration.
-                self._states[index] = tuple(t.new_zeros(self.rows + 1, *t.shape[1:]) for t in found)
+                conv, recurrent = (t.new_zeros(self.rows + 1, *t.shape[1:]) for t in found)
+                self._states[index] = (conv, recurrent)
             for pool, state in zip(self._states[index], found, strict=True):
                 pool.index_copy_(0, rows, state)
 

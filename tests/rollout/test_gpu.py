@@ -1,0 +1,74 @@
+"""The same engine on a CUDA device, launch by launch and as CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tracefp4.models.tiny import FAMILIES
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cuda_agrees_with_the_reference(make_bench, make_request, family):
+    bench = make_bench(family, device="cuda", cuda_graphs=False)
+    for rollout in bench.engine.generate([make_request("a", 21, samples=2), make_request("b", 5)]):
+        expected = bench.reference.score(rollout)
+        assert (torch.tensor(rollout.logprobs) - expected).abs().median() < 1e-3
+        assert bench.record(rollout).valid.all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_change_nothing(make_bench, make_request, family, dtype):
+    requests = [
+        make_request("a", 21, samples=3, max_new_tokens=20),
+        make_request("b", 5, max_new_tokens=70),
+        make_request("c", 9, top_k=5),
+    ]
+    plain = make_bench(family, dtype=dtype, device="cuda", cuda_graphs=False)
+    graphs = make_bench(family, dtype=dtype, device="cuda", cuda_graphs=True)
+    expected, found = plain.engine.generate(requests), graphs.engine.generate(requests)
+    assert plain.engine.stats.graph_steps == 0 and graphs.engine.stats.graph_steps > 0
+    same = [one.response_ids == other.response_ids for one, other in zip(expected, found, strict=True)]
+    if dtype is torch.float32:
+        assert all(same)
+    for one, other in zip(expected, found, strict=True):
+        assert graphs.record(other).valid.all()
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(one.response_ids, other.response_ids, strict=False)) if a != b), 8
+        )
+        close = torch.tensor(one.logprobs[:shared]) - torch.tensor(other.logprobs[:shared])
+        assert close.numel() == 0 or close.abs().median() < (1e-4 if dtype is torch.float32 else 0.1)
+
+
+def test_a_sync_reaches_captured_graphs(make_bench, make_request):
+    from tracefp4.models.tiny import tiny_model
+
+    requests = [make_request("a", 9, samples=2)]
+    bench = make_bench(device="cuda")
+    bench.engine.generate(requests)
+    bench.engine.sync(dict(tiny_model("qwen3_moe", seed=9, dtype=torch.float32).named_parameters()), 1)
+    fresh = make_bench(device="cuda", model_options={"seed": 9})
+    for one, other in zip(bench.engine.generate(requests), fresh.engine.generate(requests), strict=True):
+        assert one.response_ids == other.response_ids and one.logprobs == other.logprobs
+
+
+def test_a_decode_step_does_not_wait(make_bench, make_request):
+    bench = make_bench(device="cuda", cuda_graphs=False)
+    engine, waits = bench.engine, []
+    engine.generate([make_request("warm", 9)])
+    step = engine._runner.decode_step
+
+    def watched(inputs, truncate):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step(inputs, truncate)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            waits.append(1)
+
+    engine._runner.decode_step = watched
+    engine.generate([make_request("a", 9)])
+    assert waits

@@ -1,0 +1,98 @@
+"""Pages and what is stored in them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tracefp4.core import Kind
+from tracefp4.errors import EngineError
+from tracefp4.formats import e2m1
+from tracefp4.formats.blocks import Quantized, quantize
+from tracefp4.formats.spec import get_spec
+from tracefp4.models.layout import describe
+from tracefp4.models.tiny import tiny_model
+from tracefp4.rollout.pool import KVPool, PageAllocator, dequantize_packed
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def test_pages_are_counted():
+    pages = PageAllocator(4, 8)
+    first = pages.allocate(3)
+    pages.share(first[:1])
+    assert pages.free == 1 and len(set(first)) == 3 and pages.padding_page == 4
+    pages.release(first)
+    assert pages.free == 3
+    pages.release(first[:1])
+    assert pages.free == 4
+    with pytest.raises(EngineError, match="released twice"):
+        pages.release(first[:1])
+    with pytest.raises(EngineError, match="is free"):
+        pages.share(first[:1])
+    with pytest.raises(EngineError, match="4 free pages, 5"):
+        pages.allocate(5)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "share", "drop"]), st.integers(0, 7)), max_size=60))
+@settings(max_examples=60, deadline=None)
+def test_every_page_is_either_free_or_owned(actions):
+    pages, owners = PageAllocator(8, 2), []
+    for action, value in actions:
+        if action == "take" and value <= pages.free:
+            owners.append(pages.allocate(value))
+        elif action == "share" and owners:
+            pages.share(owners[value % len(owners)])
+            owners.append(list(owners[value % len(owners)]))
+        elif action == "drop" and owners:
+            pages.release(owners.pop(value % len(owners)))
+        owned = {page for pages_of_one in owners for page in pages_of_one}
+        assert pages.free == 8 - len(owned)
+    for rest in owners:
+        pages.release(rest)
+    assert pages.free == 8
+
+
+def test_slots_follow_pages():
+    assert PageAllocator(9, 4).slots([7, 2], 3, 6) == [31, 8, 9]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spec", ["nvfp4-kv4", "mxfp4-w4a4-kv4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_values_equal_the_formats_own(device, spec, dtype):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    numerics = get_spec(spec).kv
+    scales = torch.arange(0, 127, dtype=torch.uint8, device=device).repeat_interleave(8)
+    packed = torch.arange(256, dtype=torch.uint8, device=device).repeat(127 * numerics.block // 64)
+    packed = packed.view(-1, numerics.block // 2)[: len(scales)]
+    scales = scales[: len(packed), None]
+    found = dequantize_packed(packed, scales, numerics, dtype)
+    expected = Quantized(e2m1.unpack(packed), scales, None, numerics).dequantize(dtype)
+    assert found.dtype is dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("spec", ["nvfp4-kv4", "bf16"])
+def test_the_pool_returns_what_it_stored(spec):
+    layout = describe(tiny_model("qwen3_moe"))
+    pool = KVPool(layout, get_spec(spec), 12, torch.bfloat16, torch.device("cpu"))
+    x = torch.randn(5, layout.kv_heads, layout.head_dim).bfloat16()
+    slots = torch.tensor([3, 9, 0, 11, 4])
+    pool.write(1, Kind.V, slots, x)
+    expected = quantize(x, pool.numerics).dequantize(torch.bfloat16) if pool.numerics else x
+    assert torch.equal(pool.read(1, Kind.V, slots), expected)
+    assert not pool.read(1, Kind.K, slots).any() and not pool.read(0, Kind.V, slots).any()
+    pool.copy(slots[:2], torch.tensor([1, 2]))
+    assert torch.equal(pool.read(1, Kind.V, torch.tensor([[1], [2]])).squeeze(1), expected[:2])
+    if pool.numerics is None:
+        with pytest.raises(EngineError, match="no codes"):
+            pool.stored(1, Kind.V, slots)
+    else:
+        # 4 bits a value and a byte for 16 of them, K and V, two layers
+        assert pool.nbytes == 12 * 2 * 2 * layout.kv_heads * (layout.head_dim // 2 + layout.head_dim // 16)
+        codes, scales = pool.stored(1, Kind.V, slots)
+        q = quantize(x, pool.numerics)
+        assert torch.equal(e2m1.unpack(codes), q.codes) and torch.equal(scales, q.scales)
