@@ -135,6 +135,16 @@ def test_checks_follow_their_definition(rows: int, n: int, seed: int) -> None:
     assert [c % 2**32 for c in scale_checks(scales, valid).tolist()] == expected
 
 
+def test_keys_are_those_of_the_frame_format() -> None:
+    mask = 2**64 - 1
+    for t, row in enumerate(check_keys(5).tolist()):
+        for j, key in enumerate(row):
+            z = (t * 2**32 + j + 1) * 0x9E3779B97F4A7C15 & mask
+            z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+            z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+            assert key & mask == z ^ z >> 31
+
+
 def test_checks_do_not_depend_on_the_batch(device: torch.device) -> None:
     scales = random_bytes(6, (3, 40, 6)).to(device)
     lengths = torch.tensor([40, 17, 5], device=device)

@@ -122,15 +122,15 @@ def decode(
         GuidanceStale: sound, but of weights that are too old, or newer than the trainer's.
     """
     frame = _bytes_of(buffer, label)
-    header, start = open_frame(frame, label)
+    header, shapes, start = open_frame(frame, label)
     if expect is not None:
-        check_expectation(header, expect, label)
+        check_expectation(header, shapes, expect, label)
     body = _tensor_of(frame)[start:]
     rows = header.rows
     sites: dict[Site, SiteRecord] = {}
     plan = Plan.parse(header.plan)
-    for entry in header.sites:
-        sites[entry.shape.site] = _read_site(body, entry, rows, plan, label)
+    for entry, shape in zip(header.sites, shapes, strict=True):
+        sites[shape.site] = _read_site(body, entry, shape, rows, plan, label)
     routes = None
     if header.routes is not None:
         r = header.routes
@@ -148,7 +148,9 @@ def decode(
     )
 
 
-def check_expectation(header: Header, expect: Expectation, label: str = "guidance frame") -> None:
+def check_expectation(
+    header: Header, shapes: Sequence[SiteShape], expect: Expectation, label: str = "guidance frame"
+) -> None:
     """Compare a sound header with what the caller expects; raises as :func:`decode` says."""
     if expect.plan is not None and header.plan != expect.plan:
         raise GuidanceMismatch(f"{label} has plan {header.plan!r}, expected {expect.plan!r}")
@@ -158,7 +160,7 @@ def check_expectation(header: Header, expect: Expectation, label: str = "guidanc
             "both sides need the same spec and preset"
         )
     if expect.shapes is not None:
-        _compare_shapes([entry.shape for entry in header.sites], expect.shapes, label)
+        _compare_shapes(shapes, expect.shapes, label)
     if expect.routes is not None:
         found = None if header.routes is None else (header.routes.layers, header.routes.top_k)
         if found != tuple(expect.routes):
@@ -248,8 +250,8 @@ def _check_routes(routes: Tensor, rows: int) -> RouteShape:
 def _body(record: Record, header: Header) -> list[memoryview | bytes]:
     """Every section's bytes and the zeros between them."""
     tensors: list[Tensor | None] = [record.routes]
-    for entry in header.sites:
-        part = record.sites[entry.shape.site]
+    for site in sorted(record.sites):
+        part = record.sites[site]
         tensors += [part.planes, part.scales, part.global_scale, part.checks]
     data: list[memoryview | bytes] = [np.packbits(record.valid.cpu().numpy(), bitorder="little").tobytes()]
     data += [_raw(t) for t in tensors if t is not None]
@@ -263,8 +265,8 @@ def _body(record: Record, header: Header) -> list[memoryview | bytes]:
 
 def _raw(tensor: Tensor) -> memoryview | bytes:
     """A tensor's bytes on the host, copied only if it is not contiguous there already."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    host = tensor.detach().cpu().contiguous()
+    return host.numpy().data.cast("B") if host.numel() else b""
 
 
 def _bytes_of(buffer: bytes | bytearray | memoryview, label: str) -> memoryview:
@@ -287,8 +289,7 @@ def _cut(body: Tensor, section: tuple[int, int]) -> Tensor:
     return body[section[0] : section[0] + section[1]]
 
 
-def _read_site(body: Tensor, entry: SiteEntry, rows: int, plan: Plan, label: str) -> SiteRecord:
-    shape = entry.shape
+def _read_site(body: Tensor, entry: SiteEntry, shape: SiteShape, rows: int, plan: Plan, label: str) -> SiteRecord:
     blocks = shape.width // shape.block
     scales = _cut(body, entry.block_scales).view(rows, shape.vectors, scale_bytes(blocks, plan.scale_bits))
     if not clean_padding(scales, plan.scale_bits, blocks):

@@ -216,11 +216,11 @@ def seal(header: bytes, parts: Sequence[memoryview | bytes], total: int) -> byte
     return b"".join((start[: _CHECKSUM.start], checksum.digest(), start[_CHECKSUM.stop :], head, *parts))
 
 
-def open_frame(frame: memoryview, label: str) -> tuple[Header, int]:
+def open_frame(frame: memoryview, label: str) -> tuple[Header, tuple[SiteShape, ...], int]:
     """Check a frame as a whole and read its header.
 
     Returns:
-        the header and the offset of the body.
+        the header, the shapes of its sites in order, and the offset of the body.
 
     Raises:
         GuidanceCorrupt: the frame is not whole, not ours, or says something impossible.
@@ -240,8 +240,9 @@ def open_frame(frame: memoryview, label: str) -> tuple[Header, int]:
         problem = "its header is not in canonical form"
     if problem is not None:
         raise GuidanceCorrupt(f"{label}: {problem}")
-    _check_places(frame, header, length, label)
-    return header, align(PROLOGUE + length)
+    shapes = tuple(entry.shape for entry in header.sites)
+    _check_places(frame, header, shapes, length, label)
+    return header, shapes, align(PROLOGUE + length)
 
 
 def _check_prologue(frame: memoryview, label: str) -> int:
@@ -268,12 +269,12 @@ def _check_prologue(frame: memoryview, label: str) -> int:
     return length
 
 
-def _check_places(frame: memoryview, header: Header, length: int, label: str) -> None:
+def _check_places(frame: memoryview, header: Header, shapes: Sequence[SiteShape], length: int, label: str) -> None:
     """The places in the header are the computed ones, the frame ends where the last section does, gaps are zero."""
     routes = header.routes
     expected, body = build_header(
         Plan.parse(header.plan),
-        [entry.shape for entry in header.sites],
+        shapes,
         header.rows,
         routes=None if routes is None else (routes.dtype, routes.layers, routes.top_k),
         tokens=header.tokens,

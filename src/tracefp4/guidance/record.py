@@ -136,7 +136,7 @@ class SiteRecord:
             valid: bool ``(T,)``, the record's.
 
         Returns:
-            bool ``(ceil(T / 16),)`` on the device of ``scales``. A wrong chunk passes with a probability of 2^-31.
+            bool ``(ceil(T / 16),)`` on the device of ``scales``. A wrong chunk passes with a probability below 2^-30.
 
         Raises:
             GuidanceError: the record has no checks (its scales are whole), or the shape does not fit.

@@ -66,7 +66,7 @@ def sizes(
 def account(frame: bytes | bytearray | memoryview, label: str = "guidance frame") -> dict[str, int]:
     """Bytes of each part of a frame that exists. Raises a :class:`~tracefp4.errors.GuidanceError` if it is unsound."""
     view = memoryview(frame).cast("B")
-    header, _ = open_frame(view, label)
+    header = open_frame(view, label)[0]
     return _split(header, len(encode_header(header)), len(view))
 
 
