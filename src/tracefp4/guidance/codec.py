@@ -158,6 +158,8 @@ def scale_checks(scales: Tensor, valid: Tensor | None = None) -> Tensor:
 
     Returns:
         int32 ``(..., ceil(T / 16))``: the 32 bits of each check.
+
+    The keys for a new ``n`` are copied to the device on first use; do that before capturing a CUDA graph.
     """
     if scales.dtype != torch.uint8 or scales.ndim < 2:
         raise FormatError(f"scale checks take uint8 (..., T, n), got {scales.dtype} {tuple(scales.shape)}")

@@ -87,7 +87,7 @@ def check_key(key: str) -> str:
 
 
 def make_key(*parts: object) -> str:
-    """A key made of anything, another one for other parts. Parts join with ``.``, other characters become ``=hex=``.
+    """A key made of anything, different for different parts: they join with ``.``, other characters become ``=hex=``.
 
     A key that would be too long ends in a hash of the whole instead.
     """
