@@ -1,10 +1,11 @@
 """From finished sequences to guidance in the store.
 
 When a sequence ends, its rows are gathered by slot before the slots are given away: expert sites from the record, K, V
-and latents from the pool itself. Scales are cut to the plan's bits and summed up on the device. All sequences that end
-in one step cross to the host in one copy for each dtype; then each becomes a frame.
+and latents from the pool itself. All sequences that end in one step are gathered together, cut to the plan's bits and
+summed up on the device, and cross to the host in one copy for each tensor; then each becomes a frame.
 
-A rollout of ``N`` tokens has ``N - 1`` rows: the last sampled token was never forwarded.
+Sequences stand one after the other, each padded to whole chunks of the scale checks, so that the checks of all of them
+are computed at once. A rollout of ``N`` tokens has ``N - 1`` rows: the last sampled token was never forwarded.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracefp4.core import KV_KINDS, Handle, SiteShape
+from tracefp4.core import KV_KINDS, Handle, Site, SiteShape
 from tracefp4.formats import e2m1
-from tracefp4.guidance.codec import pack_scales, scale_checks
+from tracefp4.guidance.codec import CHUNK, chunks, pack_scales, scale_checks
 from tracefp4.guidance.frame import encode
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
 from tracefp4.guidance.store import Store, make_key
-from tracefp4.rollout.capture import Capture
+from tracefp4.rollout.capture import Capture, Rows
 from tracefp4.rollout.pool import KVPool, PageAllocator
 from tracefp4.rollout.request import Sequence
 
@@ -40,6 +41,18 @@ class Harvested:
     guidance: Handle | None
     invalid_rows: int
     """Rows of the guidance that were not recorded."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Sequences gathered together: ``R`` rows, those of ``sequences[i]`` from ``starts[i]``."""
+
+    sequences: list[Sequence]
+    starts: list[int]
+    slots: Tensor
+    """``(R,)`` int64."""
+    expected: Tensor
+    """``(R,)`` int32: the ticket that each row must carry; 0 for padding, which no writer has."""
 
 
 class Harvester:
@@ -71,110 +84,118 @@ class Harvester:
     def collect(self, sequences: Items[Sequence], weight_version: int) -> list[Harvested]:
         """Gather, encode and store; in the order of ``sequences``, which still own their pages."""
         found: list[Harvested] = []
-        for group in _groups(sequences):
-            gathered = [self._gather(sequence) for sequence in group]
-            arrived = iter(to_host([tensor for tensors in gathered for tensor in tensors]))
-            for sequence, tensors in zip(group, gathered, strict=True):
-                found.append(self._finish(sequence, [next(arrived) for _ in tensors], weight_version))
+        for members in _split(sequences):
+            group = self._group(members)
+            routes: Items[Tensor | None] = [None] * len(members)
+            if self.capture.routes is not None:
+                all_routes = self.capture.routes.index_select(0, group.slots).cpu()
+                # Copies: a rollout must not keep the rows of its neighbours alive.
+                routes = [part.clone() for part in _cut(group, all_routes)]
+            if members[0].guidance and self.plan is not None and self.store is not None:
+                found += self._ship(group, routes, self.plan, self.store, weight_version)
+            else:
+                found += [Harvested(part, None, 0) for part in routes]
         return found
 
-    def _ships(self, sequence: Sequence) -> bool:
-        return sequence.guidance and self.plan is not None and self.store is not None
-
-    def _gather(self, sequence: Sequence) -> list[Tensor]:
-        """Device tensors of one sequence: routes, then validity, then the tensors of each site in order."""
-        rows = sequence.length - 1
-        slots = torch.tensor(self.pages.slots(sequence.pages, 0, rows), dtype=torch.int64).to(self.device)
-        routes = [] if self.capture.routes is None else [self.capture.routes.index_select(0, slots)]
-        if not self._ships(sequence):
-            return routes
-        position = torch.arange(rows, device=self.device)
-        expected = torch.where(position < sequence.prefix_length, sequence.prefix_ticket, sequence.ticket)
-        valid = self.capture.stamps(slots) == expected
-        read = {s.site: self.capture.read(s.site, slots) for s in self.capture.shapes if s.site.kind not in KV_KINDS}
-        for outcome in read.values():
-            valid &= (outcome.tickets == expected.unsqueeze(1)).all(dim=1)
-        tensors: list[Tensor] = []
-        for shape in self.capture.shapes:
-            outcome = read.get(shape.site)
-            if outcome is None:
-                record = self._from_pool(shape, slots, valid)
-            else:
-                record = self._pack(shape, outcome.planes, outcome.scales, outcome.global_scale, valid)
-            tensors += _parts(record)
-        return [*routes, valid, *tensors]
-
-    def _from_pool(self, shape: SiteShape, slots: Tensor, valid: Tensor) -> SiteRecord:
-        packed, scales = self.pool.stored(shape.site.layer, shape.site.kind, slots)
-        plan = self.plan
-        bits, scale_bits = (4, 8) if plan is None else (plan.bits, plan.scale_bits)
-        return SiteRecord.pack(shape, e2m1.unpack(packed), scales, None, bits, scale_bits, valid)
-
-    def _pack(
-        self, shape: SiteShape, planes: Tensor, scales: Tensor, global_scale: Tensor | None, valid: Tensor
-    ) -> SiteRecord:
-        scale_bits = 8 if self.plan is None else self.plan.scale_bits
-        checks = None if scale_bits == 8 else scale_checks(scales.flatten(1), valid)
-        return SiteRecord(shape, planes, pack_scales(scales, scale_bits), global_scale, checks, scale_bits)
-
-    def _finish(self, sequence: Sequence, tensors: list[Tensor], weight_version: int) -> Harvested:
-        """Build, encode and store the record of one sequence from its host tensors."""
-        parts = iter(tensors)
-        routes = None if self.capture.routes is None else next(parts).clone()
-        if not self._ships(sequence) or self.plan is None or self.store is None:
-            return Harvested(routes, None, 0)
-        valid = next(parts)
-        congruent = self.plan.scale_bits != 8
-        sites = {
-            shape.site: SiteRecord(
-                shape,
-                planes=next(parts),
-                scales=next(parts),
-                global_scale=next(parts) if shape.token_scale else None,
-                checks=next(parts) if congruent else None,
-                scale_bits=self.plan.scale_bits,
-            )
-            for shape in self.capture.shapes
-        }
-        record = Record(
-            plan=str(self.plan),
-            token_hash=token_hash(sequence.tokens),
-            numerics_hash=self.numerics_hash,
-            weight_version=weight_version,
-            rows=sequence.length - 1,
-            valid=valid,
-            sites=sites,
+    def _group(self, sequences: list[Sequence]) -> _Group:
+        slots: list[int] = []
+        expected: list[int] = []
+        starts = []
+        padding = self.pages.padding_page * self.pages.page_size
+        for sequence in sequences:
+            rows = sequence.length - 1
+            starts.append(len(slots))
+            slots += self.pages.slots(sequence.pages, 0, rows) + [padding] * (-rows % CHUNK)
+            own = rows - sequence.prefix_length
+            expected += [sequence.prefix_ticket] * sequence.prefix_length + [sequence.ticket] * own
+            expected += [0] * (-rows % CHUNK)
+        return _Group(
+            sequences,
+            starts,
+            torch.tensor(slots, dtype=torch.int64).to(self.device),
+            torch.tensor(expected, dtype=torch.int32).to(self.device),
         )
-        key = make_key(sequence.request.id, sequence.sample, sequence.arrival, f"v{weight_version}")
-        return Harvested(routes, self.store.put(key, encode(record)), int((~valid).sum()))
+
+    def _ship(
+        self, group: _Group, routes: Items[Tensor | None], plan: Plan, store: Store, weight_version: int
+    ) -> list[Harvested]:
+        valid, sites = self._gather(group, plan)
+        all_valid, all_sites = valid.cpu(), {site: record.to("cpu") for site, record in sites.items()}
+        found = []
+        for sequence, start, part, ok in zip(
+            group.sequences, group.starts, routes, _cut(group, all_valid), strict=True
+        ):
+            rows = sequence.length - 1
+            record = Record(
+                plan=str(plan),
+                token_hash=token_hash(sequence.tokens),
+                numerics_hash=self.numerics_hash,
+                weight_version=weight_version,
+                rows=rows,
+                valid=ok,
+                sites={site: _rows_of(record, start, rows) for site, record in all_sites.items()},
+            )
+            key = make_key(sequence.request.id, sequence.sample, sequence.arrival, f"v{weight_version}")
+            found.append(Harvested(part, store.put(key, encode(record)), int((~ok).sum())))
+        return found
+
+    def _gather(self, group: _Group, plan: Plan) -> tuple[Tensor, dict[Site, SiteRecord]]:
+        """Validity ``(R,)`` and a record of every site, on the device."""
+        slots, expected = group.slots, group.expected
+        experts: dict[Site, Rows] = {
+            shape.site: self.capture.read(shape.site, slots)
+            for shape in self.capture.shapes
+            if shape.site.kind not in KV_KINDS
+        }
+        valid = (self.capture.stamps(slots) == expected) & (expected > 0)
+        for rows in experts.values():
+            valid &= (rows.tickets == expected.unsqueeze(1)).all(dim=1)
+        sites = {}
+        for shape in self.capture.shapes:
+            rows = experts.get(shape.site)
+            sites[shape.site] = (
+                self._from_pool(shape, slots, valid, plan)
+                if rows is None
+                else _pack(shape, rows.planes, rows.scales, rows.global_scale, valid, plan)
+            )
+        return valid, sites
+
+    def _from_pool(self, shape: SiteShape, slots: Tensor, valid: Tensor, plan: Plan) -> SiteRecord:
+        packed, scales = self.pool.stored(shape.site.layer, shape.site.kind, slots)
+        return SiteRecord.pack(shape, e2m1.unpack(packed), scales, None, plan.bits, plan.scale_bits, valid)
 
 
-def _parts(record: SiteRecord) -> list[Tensor]:
-    return [t for t in (record.planes, record.scales, record.global_scale, record.checks) if t is not None]
+def _pack(
+    shape: SiteShape, planes: Tensor, scales: Tensor, global_scale: Tensor | None, valid: Tensor, plan: Plan
+) -> SiteRecord:
+    """Cut whole scales to the plan's bits; the planes were cut when they were recorded."""
+    checks = None if plan.scale_bits == 8 else scale_checks(scales.flatten(1), valid)
+    packed = pack_scales(scales.contiguous(), plan.scale_bits)
+    return SiteRecord(shape, planes.contiguous(), packed, global_scale, checks, plan.scale_bits)
 
 
-def _groups(sequences: Items[Sequence]) -> Iterable[list[Sequence]]:
-    """Cut into groups of at most :data:`ROWS_AT_ONCE` rows, or of one sequence."""
+def _rows_of(record: SiteRecord, start: int, rows: int) -> SiteRecord:
+    """One sequence's part of a group's record; its checks are those of its own chunks."""
+    part = record.slice(start, start + rows, checks=False)
+    if record.checks is not None:
+        part.checks = record.checks[start // CHUNK : start // CHUNK + chunks(rows)]
+    return part
+
+
+def _cut(group: _Group, tensor: Tensor) -> list[Tensor]:
+    """Each sequence's rows of a tensor ``(R, ...)``."""
+    return [tensor[a : a + s.length - 1] for a, s in zip(group.starts, group.sequences, strict=True)]
+
+
+def _split(sequences: Items[Sequence]) -> Iterable[list[Sequence]]:
+    """Cut into groups of at most :data:`ROWS_AT_ONCE` rows, or of one sequence, that all ship guidance or none does."""
     group: list[Sequence] = []
     rows = 0
     for sequence in sequences:
-        if group and rows + sequence.length > ROWS_AT_ONCE:
+        if group and (rows + sequence.length > ROWS_AT_ONCE or group[0].guidance != sequence.guidance):
             yield group
             group, rows = [], 0
         group.append(sequence)
         rows += sequence.length
     if group:
         yield group
-
-
-def to_host(tensors: Items[Tensor]) -> list[Tensor]:
-    """Copy tensors to the host, those of one dtype in one transfer; order and shapes are kept."""
-    if all(t.device.type == "cpu" for t in tensors):
-        return [t.clone(memory_format=torch.contiguous_format) for t in tensors]
-    arrived: list[Tensor | None] = [None] * len(tensors)
-    for dtype in {t.dtype for t in tensors}:
-        members = [i for i, t in enumerate(tensors) if t.dtype is dtype]
-        flat = torch.cat([tensors[i].reshape(-1) for i in members]).cpu()
-        for i, part in zip(members, flat.split([tensors[i].numel() for i in members]), strict=True):
-            arrived[i] = part.view(tensors[i].shape)
-    return [t for t in arrived if t is not None]

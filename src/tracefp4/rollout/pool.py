@@ -213,7 +213,11 @@ def dequantize_packed(packed: Tensor, scales: Tensor, numerics: Numerics, dtype:
     words = on_device(_pair_table, packed.device)
     values = words.index_select(0, packed.reshape(-1).to(torch.int32)).view(torch.bfloat16)
     values = values.view(*scales.shape, numerics.block)
-    return values.mul_(decode_scales(scales, numerics, dtype).unsqueeze(-1)).flatten(-2)
+    factor = decode_scales(scales, numerics, dtype).unsqueeze(-1)
+    if factor.device.type == "cpu":
+        # PyTorch multiplies by a broadcast last axis of one element several times slower than by a copy of it.
+        factor = factor.expand(values.shape).contiguous()
+    return values.mul_(factor).flatten(-2)
 
 
 def _pair_table() -> Tensor:
