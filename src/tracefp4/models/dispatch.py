@@ -26,8 +26,8 @@ from tracefp4.errors import ModelError
 Strategy = Literal["auto", "loop", "grouped", "dense"]
 
 DENSE_ROWS = 65536
-"""``auto`` takes ``dense`` up to this many rows of the batched product (experts x tokens). On an H200, with 128 experts of
-the Qwen3-30B-A3B shape, dense and grouped take equally long at twice as many."""
+"""``auto`` takes ``dense`` up to this many rows of the batched product (experts x tokens). On an H200, with 128 experts
+of the Qwen3-30B-A3B shape, dense and grouped take equally long at twice as many."""
 GROUP = 32
 """Most experts in a group of ``grouped``, and"""
 GROUP_ROWS = 32768
