@@ -226,3 +226,20 @@ def test_weights_scale_their_token_only():
     loss.backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, -0.25]]))
     assert weights.grad is None
+
+
+@pytest.mark.gpu
+def test_cuda_equals_cpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    (logprobs, old, reference, weights), advantages, mask, lengths = batch(1)
+    found = []
+    for device in ("cpu", "cuda"):
+        args = [x.to(device) for x in (logprobs, old, advantages, mask)]
+        extra = {"weights": weights.abs().to(device), "ref_logprobs": reference.to(device)}
+        torch.cuda.set_sync_debug_mode("error" if device == "cuda" else "default")  # nothing may wait for the device
+        loss, stats = policy_loss(*args, Denominators.of(lengths), config(kl=0.1), **extra)
+        torch.cuda.set_sync_debug_mode("default")
+        found.append((loss.cpu(), stats.metrics()))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-5)

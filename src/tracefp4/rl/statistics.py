@@ -63,7 +63,7 @@ def cluster_sums(values: ArrayLike, clusters: ArrayLike) -> tuple[NDArray[np.flo
     if x.size != ids.size or x.size == 0:
         raise TaskError(f"{x.size} values and {ids.size} cluster numbers: both must be given, one for one")
     _, index = np.unique(ids, return_inverse=True)
-    return np.bincount(index, weights=x), np.bincount(index).astype(np.float64)
+    return np.bincount(index, weights=x).astype(np.float64), np.bincount(index).astype(np.float64)
 
 
 def ratio_bootstrap(
