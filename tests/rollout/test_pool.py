@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -79,14 +81,15 @@ def test_packed_values_equal_the_formats_own(device, spec, dtype):
 def test_the_pool_returns_what_it_stored(spec):
     layout = describe(tiny_model("qwen3_moe"))
     pool = KVPool(layout, get_spec(spec), 12, torch.bfloat16, torch.device("cpu"))
-    x = torch.randn(5, layout.kv_heads, layout.head_dim).bfloat16()
+    k, v = torch.randn(2, 5, layout.kv_heads, layout.head_dim).bfloat16()
     slots = torch.tensor([3, 9, 0, 11, 4])
-    pool.write(1, Kind.V, slots, x)
-    expected = quantize(x, pool.numerics).dequantize(torch.bfloat16) if pool.numerics else x
-    assert torch.equal(pool.read(1, Kind.V, slots), expected)
-    assert not pool.read(1, Kind.K, slots).any() and not pool.read(0, Kind.V, slots).any()
+    pool.write(1, slots, {Kind.V: v, Kind.K: k})
+    for kind, x in ((Kind.K, k), (Kind.V, v)):
+        expected = quantize(x, pool.numerics).dequantize(torch.bfloat16) if pool.numerics else x
+        assert torch.equal(pool.read(1, slots)[kind], expected)
+        assert not pool.read(0, slots)[kind].any()
     pool.copy(slots[:2], torch.tensor([1, 2]))
-    assert torch.equal(pool.read(1, Kind.V, torch.tensor([[1], [2]])).squeeze(1), expected[:2])
+    assert torch.equal(pool.read(1, torch.tensor([[1], [2]]))[Kind.V].squeeze(1), expected[:2])
     if pool.numerics is None:
         with pytest.raises(EngineError, match="no codes"):
             pool.stored(1, Kind.V, slots)
@@ -94,5 +97,17 @@ def test_the_pool_returns_what_it_stored(spec):
         # 4 bits a value and a byte for 16 of them, K and V, two layers
         assert pool.nbytes == 12 * 2 * 2 * layout.kv_heads * (layout.head_dim // 2 + layout.head_dim // 16)
         codes, scales = pool.stored(1, Kind.V, slots)
-        q = quantize(x, pool.numerics)
+        q = quantize(v, pool.numerics)
         assert torch.equal(e2m1.unpack(codes), q.codes) and torch.equal(scales, q.scales)
+
+
+def test_numerics_without_a_constant_scale_are_refused():
+    spec = get_spec("nvfp4-kv4")
+    with pytest.raises(EngineError, match="scope 'token'"):
+        KVPool(
+            describe(tiny_model("mixtral")),
+            replace(spec, kv=replace(spec.kv, scope="token")),
+            4,
+            torch.bfloat16,
+            torch.device("cpu"),
+        )

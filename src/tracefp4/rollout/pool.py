@@ -17,7 +17,7 @@ One page more than the engine may use is kept for *padding*: rows that fill up a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -103,9 +103,9 @@ def kv_sizes(layout: ModelLayout) -> dict[Kind, tuple[int, int]]:
     return {Kind.K: (layout.kv_heads, layout.head_dim), Kind.V: (layout.kv_heads, layout.v_head_dim)}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Plane:
-    """Storage of one kind in one layer: ``codes`` (or values) and ``scales``, first axis the slot."""
+    """Storage of one layer: codes (or values) and scales, first axis the slot, kind after kind, vector after vector."""
 
     codes: Tensor
     scales: Tensor | None
@@ -114,66 +114,74 @@ class _Plane:
 class KVPool:
     """Slot-indexed storage of every layer's K and V.
 
+    A token's vectors of all kinds lie side by side, so that they are quantized, written and read as one row: blocks run
+    along a vector and never across two, and there is no global scale that could tie them together.
+
     Args:
         layout: which layers have a cache, and its sizes.
         spec: ``spec.kv`` quantizes; ``None`` stores ``dtype``.
         slots: slots in all, the padding page included.
         dtype: the model's dtype, in which :meth:`read` answers.
         device: where the pool lies.
+
+    Raises:
+        EngineError: KV numerics that a pool cannot store.
     """
 
     def __init__(self, layout: ModelLayout, spec: Spec, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.numerics, self.dtype, self.slots = spec.kv, dtype, slots
-        if spec.kv is not None and (spec.kv.token_scale or spec.kv.scope == "tensor" or spec.kv.element != "e2m1"):
+        self.numerics, self.dtype, self.sizes = spec.kv, dtype, kv_sizes(layout)
+        if spec.kv is not None and (spec.kv.scope in ("token", "tensor") or spec.kv.element != "e2m1"):
             raise EngineError(
                 f"the KV pool stores FP4 codes under a constant global scale; {spec.kv.name!r} has {spec.kv.element} "
                 f"elements and a global scale of scope {spec.kv.scope!r}"
             )
-        self._planes = {
-            (layer, kind): self._allocate(slots, vectors, width, device)
-            for layer in layout.kv_layers
-            for kind, (vectors, width) in kv_sizes(layout).items()
-        }
+        self._columns: dict[Kind, slice] = {}
+        """Values of each kind in a row."""
+        width = 0
+        for kind, (vectors, size) in self.sizes.items():
+            self._columns[kind] = slice(width, width + vectors * size)
+            width += vectors * size
+        self._planes = {layer: self._allocate(slots, width, device) for layer in layout.kv_layers}
 
-    def _allocate(self, slots: int, vectors: int, width: int, device: torch.device) -> _Plane:
+    def _allocate(self, slots: int, width: int, device: torch.device) -> _Plane:
         n = self.numerics
         if n is None:
-            return _Plane(torch.zeros(slots, vectors, width, dtype=self.dtype, device=device), None)
-        codes = torch.zeros(slots, vectors, width // 2, dtype=torch.uint8, device=device)
-        return _Plane(codes, torch.zeros(slots, vectors, width // n.block, dtype=torch.uint8, device=device))
+            return _Plane(torch.zeros(slots, width, dtype=self.dtype, device=device), None)
+        codes = torch.zeros(slots, width // 2, dtype=torch.uint8, device=device)
+        return _Plane(codes, torch.zeros(slots, width // n.block, dtype=torch.uint8, device=device))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole pool."""
-        tensors = [t for p in self._planes.values() for t in (p.codes, p.scales) if t is not None]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() for t in self._tensors())
 
-    def write(self, layer: int, kind: Kind, slots: Tensor, x: Tensor) -> None:
+    def write(self, layer: int, slots: Tensor, parts: Mapping[Kind, Tensor]) -> None:
         """Quantize and store.
 
         Args:
             layer: decoder layer.
-            kind: ``k``, ``v`` or ``latent``.
             slots: ``(T,)`` int64.
-            x: ``(T, vectors, width)``.
+            parts: ``(T, vectors, width)`` for every kind of :attr:`sizes`.
         """
-        plane = self._planes[layer, kind]
+        plane = self._planes[layer]
+        rows = torch.cat([parts[kind].flatten(1) for kind in self.sizes], dim=1)
         if plane.scales is None or self.numerics is None:
-            plane.codes.index_copy_(0, slots, x.to(self.dtype))
+            plane.codes.index_copy_(0, slots, rows.to(self.dtype))
             return
-        q = quantize_nearest(x, self.numerics)
+        q = quantize_nearest(rows, self.numerics)
         plane.codes.index_copy_(0, slots, e2m1.pack(q.codes))
         plane.scales.index_copy_(0, slots, q.scales)
 
-    def read(self, layer: int, kind: Kind, slots: Tensor) -> Tensor:
-        """Gather and dequantize: ``slots (...)`` int64 to ``(..., vectors, width)`` in the pool's dtype."""
-        plane = self._planes[layer, kind]
-        flat = slots.reshape(-1)
-        codes = plane.codes.index_select(0, flat)
-        if plane.scales is None or self.numerics is None:
-            return codes.view(*slots.shape, *codes.shape[1:])
-        values = dequantize_packed(codes, plane.scales.index_select(0, flat), self.numerics, self.dtype)
-        return values.view(*slots.shape, *values.shape[1:])
+    def read(self, layer: int, slots: Tensor) -> dict[Kind, Tensor]:
+        """Gather and dequantize ``slots (...)``: ``(..., vectors, width)`` for every kind, in the pool's dtype."""
+        plane, flat = self._planes[layer], slots.reshape(-1)
+        rows = plane.codes.index_select(0, flat)
+        if plane.scales is not None and self.numerics is not None:
+            rows = dequantize_packed(rows, plane.scales.index_select(0, flat), self.numerics, self.dtype)
+        return {
+            kind: rows[:, self._columns[kind]].view(*slots.shape, vectors, width)
+            for kind, (vectors, width) in self.sizes.items()
+        }
 
     def stored(self, layer: int, kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Packed codes ``(T, vectors, width / 2)`` and scale bytes ``(T, vectors, width / block)`` of ``slots (T,)``.
@@ -181,17 +189,21 @@ class KVPool:
         Raises:
             EngineError: the pool is not quantized.
         """
-        plane = self._planes[layer, kind]
-        if plane.scales is None:
+        plane, columns, vectors = self._planes[layer], self._columns[kind], self.sizes[kind][0]
+        if plane.scales is None or self.numerics is None:
             raise EngineError(f"layer {layer} stores {kind} in {self.dtype}: there are no codes to read")
-        return plane.codes.index_select(0, slots), plane.scales.index_select(0, slots)
+        block = self.numerics.block
+        codes = plane.codes[:, columns.start // 2 : columns.stop // 2].index_select(0, slots)
+        scales = plane.scales[:, columns.start // block : columns.stop // block].index_select(0, slots)
+        return codes.unflatten(1, (vectors, -1)), scales.unflatten(1, (vectors, -1))
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy all layers of slots ``source (n,)`` to slots ``target (n,)``; the two must not overlap."""
-        for plane in self._planes.values():
-            for tensor in (plane.codes, plane.scales):
-                if tensor is not None:
-                    tensor.index_copy_(0, target, tensor.index_select(0, source))
+        for tensor in self._tensors():
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+    def _tensors(self) -> list[Tensor]:
+        return [t for plane in self._planes.values() for t in (plane.codes, plane.scales) if t is not None]
 
 
 def dequantize_packed(packed: Tensor, scales: Tensor, numerics: Numerics, dtype: torch.dtype) -> Tensor:

@@ -149,11 +149,14 @@ class _Router:
 class _Attention:
     owner: EngineSites
     layer: int
+    pending: Tensor | None = None
+    """The latent of the tokens in flight, between its hook and attention."""
 
     def latent(self, x: Tensor) -> Tensor:
-        batch = self.owner.here(f"{self.layer}.latent")
-        self._write(Kind.LATENT, batch.slots, x.unsqueeze(1))
-        # Its expansion by the model is not used: attend expands what the pool holds.
+        self.owner.here(f"{self.layer}.latent")
+        # Stored together with the rotated key part. The model's own expansion of it goes unused: attend expands what
+        # the pool holds.
+        self.pending = x
         return x
 
     def attend(
@@ -168,11 +171,7 @@ class _Attention:
         sinks: Tensor | None,
     ) -> Tensor:
         batch = self.owner.here(f"{self.layer}.attend")
-        if self.owner.layout.latent_rank is not None:
-            self._write(Kind.K, batch.slots, rope_part(module, k))
-        else:
-            self._write(Kind.K, batch.slots, k)
-            self._write(Kind.V, batch.slots, v)
+        self.owner.pool.write(self.layer, batch.slots, self._parts(module, k, v))
         if isinstance(batch, PrefillBatch):
             pieces = [self._prefill(module, q, segment, scaling, window, sinks) for segment in batch.segments]
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
@@ -201,16 +200,22 @@ class _Attention:
         k, v = self._read(module, context)
         return dense_attention(q, k, v, scaling=scaling, window=window, sinks=sinks, mask=mask[:, None, None])
 
-    def _write(self, kind: Kind, slots: Tensor, x: Tensor) -> None:
-        """Store ``x (B, vectors, S, width)``, whose ``B * S`` tokens have the given slots."""
-        self.owner.pool.write(self.layer, kind, slots, x.transpose(1, 2).flatten(0, 1))
+    def _parts(self, module: nn.Module, k: Tensor, v: Tensor) -> dict[Kind, Tensor]:
+        """What the pool stores of the current tokens, ``(B * S, vectors, width)`` by kind."""
+        if self.owner.layout.latent_rank is None:
+            parts = {Kind.K: k, Kind.V: v}
+        else:
+            latent, self.pending = self.pending, None
+            if latent is None:
+                raise EngineError(f"layer {self.layer}: attention ran without its latent; the model changed its order")
+            parts = {Kind.LATENT: latent.unsqueeze(1), Kind.K: rope_part(module, k)}
+        return {kind: x.transpose(1, 2).flatten(0, 1) for kind, x in parts.items()}
 
     def _read(self, module: nn.Module, slots: Tensor) -> tuple[Tensor, Tensor]:
         """K and V ``(B, heads, L, width)`` of slots ``(B, L)``."""
-        pool = self.owner.pool
-        k = pool.read(self.layer, Kind.K, slots).transpose(1, 2)
+        parts = self.owner.pool.read(self.layer, slots)
+        k = parts[Kind.K].transpose(1, 2)
         if self.owner.layout.latent_rank is None:
-            return k, pool.read(self.layer, Kind.V, slots).transpose(1, 2)
-        latent = pool.read(self.layer, Kind.LATENT, slots).squeeze(2)
-        k_nope, v = expand_latent(module, latent)
+            return k, parts[Kind.V].transpose(1, 2)
+        k_nope, v = expand_latent(module, parts[Kind.LATENT].squeeze(2))
         return join_rope(k_nope, k), v
