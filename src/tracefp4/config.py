@@ -23,13 +23,13 @@ class _Table(BaseModel):
 class EngineConfig(_Table):
     """The rollout engine."""
 
-    max_tokens: int = Field(16384, gt=0)
+    max_tokens: int = Field(default=16384, gt=0)
     """Slots of the KV pool: tokens of all running sequences together."""
-    page_size: int = Field(16, gt=0)
+    page_size: int = Field(default=16, gt=0)
     """Tokens a page of the KV pool."""
-    max_batch: int = Field(64, gt=0)
+    max_batch: int = Field(default=64, gt=0)
     """Sequences decoded at once."""
-    prefill_chunk: int = Field(2048, gt=0)
+    prefill_chunk: int = Field(default=2048, gt=0)
     """Prompt tokens forwarded at once."""
     cuda_graphs: bool = True
     """Capture the decode step in CUDA graphs where the model permits it."""
@@ -38,13 +38,13 @@ class EngineConfig(_Table):
 class SamplingConfig(_Table):
     """How rollouts are sampled."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature; log-probs are taken after it."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; training refuses anything but 1."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """Keep the k likeliest tokens (0: all); training refuses anything but 0."""
-    max_new_tokens: int = Field(128, gt=0)
+    max_new_tokens: int = Field(default=128, gt=0)
     """Response length limit."""
 
 
@@ -62,15 +62,15 @@ class TaskConfig(_Table):
 class WarmStartConfig(_Table):
     """Supervised fine-tuning before RL; deterministic, and cached by a hash of everything that shapes it."""
 
-    steps: int = Field(0, ge=0)
+    steps: int = Field(default=0, ge=0)
     """Optimizer steps; 0 skips the warm start."""
-    batch_size: int = Field(32, gt=0)
+    batch_size: int = Field(default=32, gt=0)
     """Examples a step."""
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate, linear warm-up over the first tenth, cosine decay."""
-    router_aux: float = Field(0.0, ge=0)
+    router_aux: float = Field(default=0.0, ge=0)
     """Weight of the load-balancing loss of the routers."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
 
 
@@ -79,13 +79,13 @@ class LossConfig(_Table):
 
     name: Literal["grpo", "gspo"] = "grpo"
     """``grpo``: token ratios with PPO clipping; ``gspo``: one length-normalised ratio a sequence."""
-    eps_low: float = Field(0.2, gt=0)
+    eps_low: float = Field(default=0.2, gt=0)
     """Lower clip range."""
-    eps_high: float = Field(0.2, gt=0)
+    eps_high: float = Field(default=0.2, gt=0)
     """Upper clip range (DAPO: 0.28)."""
-    dual_clip: float = Field(3.0, ge=1)
+    dual_clip: float = Field(default=3.0, ge=1)
     """Bound on the loss of samples with negative advantage."""
-    kl: float = Field(0.0, ge=0)
+    kl: float = Field(default=0.0, ge=0)
     """Weight of the k3 penalty against the reference policy (the warm-started weights)."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     """How token losses become one number."""
@@ -93,7 +93,7 @@ class LossConfig(_Table):
     """Divide advantages by the group's standard deviation (off: Dr. GRPO)."""
     filter_groups: bool = True
     """Drop groups whose rewards are all equal: they train nothing."""
-    overlong_buffer: int = Field(0, ge=0)
+    overlong_buffer: int = Field(default=0, ge=0)
     """DAPO's soft penalty on the last tokens before the length limit; 0 is off."""
 
 
@@ -102,64 +102,66 @@ class CorrectionConfig(_Table):
 
     name: Literal["none", "tis"] = "tis"
     """``tis``: token-level truncated importance sampling."""
-    cap: float = Field(2.0, gt=0)
+    cap: float = Field(default=2.0, gt=0)
     """Upper bound of the importance weight."""
 
 
 class OptimizerConfig(_Table):
     """AdamW on FP32 master weights."""
 
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0)
     """Learning rate after warm-up."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Linear warm-up."""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
     """First moment decay."""
-    beta2: float = Field(0.95, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
     """Second moment decay."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Denominator floor."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient clipping by global norm."""
 
 
 class TrainConfig(_Table):
     """The trainer."""
 
-    prompts: int = Field(16, gt=0)
+    prompts: int = Field(default=16, gt=0)
     """Prompts a step."""
-    samples: int = Field(8, gt=1)
+    samples: int = Field(default=8, gt=1)
     """Samples a prompt (the GRPO group)."""
-    minibatches: int = Field(1, gt=0)
+    minibatches: int = Field(default=1, gt=0)
     """Optimizer steps a rollout batch is split into."""
-    micro_tokens: int = Field(16384, gt=0)
+    micro_tokens: int = Field(default=16384, gt=0)
     """Padded tokens a micro-batch."""
     gradient_checkpointing: bool = True
     """Recompute each decoder layer in the backward pass."""
-    unguided_every: int = Field(5, ge=0)
+    unguided_every: int = Field(default=5, ge=0)
     """Measure the mismatch without guidance on every n-th step; 0 never."""
-    max_lag: int = Field(0, ge=0)
+    max_lag: int = Field(default=0, ge=0)
     """Weight versions that guidance may be behind the trainer."""
-    min_coverage: float = Field(0.99, ge=0, le=1)
+    min_coverage: float = Field(default=0.99, ge=0, le=1)
     """Stop when a smaller share of (token, site) pairs is guided (methods that guide)."""
-    checkpoint_every: int = Field(0, ge=0)
+    checkpoint_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 writes one at the end only."""
-    keep_checkpoints: int = Field(1, gt=0)
+    save_final: bool = True
+    """Write a checkpoint when the run ends or is stopped."""
+    keep_checkpoints: int = Field(default=1, gt=0)
     """Checkpoints kept."""
 
 
 class EvalConfig(_Table):
     """Evaluation during and after training: unguided, with the deployed spec."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates before and after training only."""
-    items: int = Field(128, ge=0)
+    items: int = Field(default=128, ge=0)
     """Held-out items; 0 is no evaluation."""
-    samples: int = Field(1, gt=0)
+    samples: int = Field(default=1, gt=0)
     """Samples an item."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """Softmax temperature."""
 
 
@@ -180,15 +182,17 @@ class Config(_Table):
     """How guided rounding reads the recorded bits."""
     engine: str = "embedded"
     """Rollout engine."""
-    steps: int = Field(100, ge=0)
+    steps: int = Field(default=100, ge=0)
     """RL steps."""
+    max_minutes: float = Field(default=0.0, ge=0)
+    """Wall time of the RL loop after which it evaluates and stops, however many steps it made; 0 is no limit."""
     seed: int = 0
     """Seeds data, sampling, upcycling and warm start."""
     device: str = "auto"
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N``."""
     output_dir: str = "runs/default"
     """Folder of this run."""
-    threads: int = Field(0, ge=0)
+    threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0 leaves its default."""
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
     """Besides ``metrics.jsonl``, which is always written."""

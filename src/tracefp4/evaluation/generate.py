@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tracefp4.config import EngineConfig
+from tracefp4.config import EngineConfig, TaskConfig
 from tracefp4.core import Request, SamplingParams
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.file_store import FileStore
@@ -16,7 +16,7 @@ from tracefp4.models.layout import describe
 from tracefp4.models.loading import load_model
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.setup import resolve_device
-from tracefp4.rl.tasks.base import PromptOptions, TaskItem
+from tracefp4.rl.tasks.base import TaskItem
 from tracefp4.rollout.registry import make_engine
 
 
@@ -55,7 +55,8 @@ def generate(
     deployed, recorded = get_spec(spec, numerics), None if plan == "none" else Plan.parse(plan)
     store = MemoryStore() if folder is None else FileStore(folder)
     chat = not plain and getattr(loaded.tokenizer, "chat_template", None) is not None
-    prompter = Prompter(loaded.tokenizer, PromptOptions(style="chat" if chat else "plain"))
+    style = {"prompt": {"style": "chat" if chat else "plain"}}
+    prompter = Prompter(loaded.tokenizer, TaskConfig(options=style))
     requests = [
         Request(f"prompt-{i}", prompter.encode(TaskItem(str(i), text)), samples, sampling) for i, text in enumerate(prompts)
     ]
@@ -80,7 +81,7 @@ def generate(
     ]
     found = {"model": model, "spec": spec, "numerics": numerics, "plan": plan, "samples": rows, "guidance": None}
     if recorded is not None:
-        from tracefp4.guidance.frame import account
+        from tracefp4.guidance.sizes import account
 
         frames = [store.get(r.guidance) for r in rollouts if r.guidance is not None]
         parts: dict[str, int] = {}

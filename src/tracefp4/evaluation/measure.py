@@ -34,8 +34,9 @@ from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, restrict
 from tracefp4.guidance.sizes import bytes_per_token
 from tracefp4.models.binding import bind, unbind
+from tracefp4.models.directory import LoadedModel
 from tracefp4.models.layout import describe
-from tracefp4.models.loading import LoadedModel, load_model
+from tracefp4.models.loading import load_model
 from tracefp4.rl.collect import make_requests
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.setup import resolve_device
@@ -68,7 +69,10 @@ DEFAULT_ROWS: tuple[tuple[str, str], ...] = (
 DEFAULT_TASK = {
     "kind": "reasoning_gym",
     "name": "measure",
-    "options": {"generators": {"chain_sum": {}, "basic_arithmetic": {}, "letter_counting": {}, "number_sorting": {}}},
+    "options": {
+        "generators": [{"name": name} for name in ("chain_sum", "basic_arithmetic", "letter_counting", "number_sorting")],
+        "prompt": {"style": "chat"},
+    },
 }
 """Prompts of a measurement that names no task."""
 
@@ -289,7 +293,8 @@ def _requests(wanted: MeasureSettings, loaded: LoadedModel) -> list[Request]:
     task = make_task(tree.task)
     sampling = SamplingParams(temperature=wanted.temperature, max_new_tokens=wanted.max_new_tokens)
     items = task.items("train", wanted.prompts, ("measure", wanted.seed))
-    prompter = Prompter(loaded.tokenizer, task.prompt_options)
+    prompter = Prompter(loaded.tokenizer, tree.task)
+    task.close()
     return make_requests(items, prompter, sampling, wanted.samples, wanted.seed, "measure")
 
 
@@ -306,7 +311,7 @@ def _generate(
         spec=spec,
         plan=plan,
         store=store,
-        settings=EngineConfig(max_tokens=min(slots, 262144), max_batch=batch),
+        settings=EngineConfig(max_tokens=min(-(-slots // 16) * 16, 262144), page_size=16, max_batch=batch),
     )
     engine.sync(dict(loaded.model.named_parameters()), 0)
     rollouts = engine.generate(requests, guidance=plan is not None)
@@ -316,8 +321,9 @@ def _generate(
 
 
 def _plans(wanted: MeasureSettings, num_layers: int) -> list[tuple[Plan, str]]:
+    # "half" is the paper's depth, which depends on the model.
     rows = [(p, d or "bracket") for p, _, d in (text.partition("@") for text in wanted.plans)] or DEFAULT_ROWS
-    return [(Plan.parse(plan.replace("half", f"l{num_layers // 2}")), decoder) for plan, decoder in rows]
+    return [(Plan.parse(plan.replace("-half", f"-l{max(1, num_layers // 2)}")), decoder) for plan, decoder in rows]
 
 
 def _device_name(device: torch.device) -> str:

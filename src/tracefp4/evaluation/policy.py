@@ -19,7 +19,8 @@ from tracefp4.evaluation.passk import evaluate_passk
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.methods import get_method
-from tracefp4.models.loading import LoadedModel, load_model
+from tracefp4.models.directory import LoadedModel
+from tracefp4.models.loading import load_model
 from tracefp4.rl.collect import sampling_params
 from tracefp4.rl.evaluate import evaluate
 from tracefp4.rl.prompts import Prompter
@@ -72,7 +73,7 @@ def evaluate_policy(wanted: EvalSettings) -> dict[str, Any]:
         found = evaluate(
             engine,
             task,
-            Prompter(loaded.tokenizer, task.prompt_options),
+            Prompter(loaded.tokenizer, tree.task),
             items=wanted.items,
             samples=wanted.samples,
             sampling=sampling_params(tree, wanted.temperature),

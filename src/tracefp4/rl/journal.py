@@ -6,6 +6,7 @@ of the checkpoint are cut off: they will be measured again.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import time
@@ -76,10 +77,10 @@ def make_tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker 
         return None
     try:
         if name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
+            from torch.utils.tensorboard import SummaryWriter
 
             return _TensorBoard(SummaryWriter(str(folder)))
-        module = __import__(name)
+        module = importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(f"tracker {name!r} is not installed; pip install {name}, or set tracker = 'none'") from error
     return _Run(module.init(project="tracefp4", name=folder.name, config=dict(config)))

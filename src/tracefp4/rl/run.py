@@ -33,7 +33,8 @@ from tracefp4.methods import get_method
 from tracefp4.models.binding import bind
 from tracefp4.models.coverage import Coverage, compare, coverage, probe, render
 from tracefp4.models.layout import describe
-from tracefp4.models.loading import cache_dir, load_model
+from tracefp4.models.directory import cache_dir
+from tracefp4.models.loading import load_model
 from tracefp4.models.packing import model_digest
 from tracefp4.rl.collect import digest_experience, make_requests, sampling_params, score
 from tracefp4.rl.evaluate import evaluate
@@ -187,18 +188,23 @@ class Run:
         try:
             self.sync()
             if self.step == 0:
-                self._evaluate(journal, on_step)
+                self._evaluate(journal)
+            deadline = time.monotonic() + 60 * config.max_minutes if config.max_minutes else float("inf")
             while self.step < config.steps and not stop():
                 metrics = self.run_step(journal)
                 journal.metrics(self.step, metrics)
                 on_step(self.step, metrics)
                 self.step += 1
+                over = self.step == config.steps or time.monotonic() >= deadline
                 every = config.eval.every
-                if self.step == config.steps or (every and self.step % every == 0):
-                    self._evaluate(journal, on_step)
+                if over or (every and self.step % every == 0):
+                    self._evaluate(journal)
+                if over:
+                    break
                 if config.train.checkpoint_every and self.step % config.train.checkpoint_every == 0:
                     self.save()
-            self.save()
+            if config.train.save_final:
+                self.save()
         finally:
             journal.close()
             self.task.close()
@@ -270,7 +276,7 @@ class Run:
         if coverage < least:
             raise GuidanceMissing(f"step {self.step}: guidance covers {coverage:.4f} of the rows, less than {least}")
 
-    def _evaluate(self, journal: Journal, on_step: Callable[[int, dict[str, Any]], None]) -> None:
+    def _evaluate(self, journal: Journal) -> None:
         config = self.config
         if not config.eval.items:
             return

@@ -40,6 +40,6 @@ def check_training(config: Config) -> None:
 
 
 def config_hash(config: Config) -> str:
-    """Hash of every setting that shapes the numbers of a run; length, folder, tracker and threads do not."""
-    data = config.model_dump(mode="json", exclude={"steps", "output_dir", "tracker", "threads"})
+    """Hash of every setting that shapes the numbers of a run; its length, folder, tracker and threads do not."""
+    data = config.model_dump(mode="json", exclude={"steps", "max_minutes", "output_dir", "tracker", "threads"})
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()
