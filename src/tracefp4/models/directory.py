@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 SOURCE_FILE = "tracefp4_source.json"
 """Provenance, beside the weights."""
+Note = Callable[[str], None]
+"""Called with a sentence before something that takes long."""
 CACHE_VARIABLE = "TRACEFP4_CACHE"
 """Environment variable that moves the cache."""
 
@@ -61,17 +63,20 @@ def cache_dir() -> Path:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence progress bars and warnings of the libraries below while a model is loaded or saved; errors still show."""
-    from transformers.utils import logging as transformers_logging
-
-    bars, threshold = transformers_logging.is_progress_bar_enabled(), logging.root.manager.disable
-    transformers_logging.disable_progress_bar()
+    threshold = logging.root.manager.disable
     logging.disable(max(threshold, logging.WARNING))
     try:
-        yield
+        from transformers.utils import logging as transformers_logging
+
+        bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if bars:
+                transformers_logging.enable_progress_bar()
     finally:
         logging.disable(threshold)
-        if bars:
-            transformers_logging.enable_progress_bar()
 
 
 @contextmanager
@@ -95,7 +100,7 @@ def complete_folder(path: Path) -> Iterator[Path]:
 
 
 def cached(name: str, build: Callable[[], LoadedModel], dtype: torch.dtype) -> LoadedModel:
-    """Load the model ``name`` from the cache, after building and storing it if it is not there."""
+    """Load the model ``name`` from the cache, after ``build`` has made it if it is not there."""
     path = cache_dir() / name
     if not path.is_dir():
         save_model(build(), path)
@@ -157,6 +162,7 @@ def read_pretrained(name: str, dtype: torch.dtype, **options: Any) -> LoadedMode
     Raises:
         ModelError: it cannot be read, has no safetensors, needs code of its own, or is stored quantized.
     """
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     options["trust_remote_code"] = False
@@ -167,12 +173,22 @@ def read_pretrained(name: str, dtype: torch.dtype, **options: Any) -> LoadedMode
             commit = getattr(config, "_commit_hash", None)
             options["revision"] = commit or options.get("revision")
             extra, notes = _dequantization(name, config)
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, **options, **extra)
+            result: Any = AutoModelForCausalLM.from_pretrained(
+                name, dtype=dtype, use_safetensors=True, output_loading_info=True, **options, **extra
+            )
             tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except ModelError:
         raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {name!r} cannot be loaded: {first_sentence(error)}") from error
+    model, report = result
+    # transformers fills what a checkpoint lacks with random numbers and only warns.
+    if lacking := sorted(report["missing_keys"]) or sorted(str(key) for key in report["mismatched_keys"]):
+        raise ModelError(
+            f"model {name!r} lacks {len(lacking)} weights of its class, the first of which is {lacking[0]}"
+        )
+    if unused := sorted(report["unexpected_keys"]):
+        notes.append(f"{len(unused)} tensors of the checkpoint are not used, the first of which is {unused[0]}.")
     source = {"name": name, "notes": notes, **({"revision": commit} if commit else {})}
     return LoadedModel(model.eval(), tokenizer, source)
 

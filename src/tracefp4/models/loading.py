@@ -25,8 +25,10 @@ from tracefp4.errors import ModelError, suggest
 from tracefp4.models import quickstart, smollm2
 from tracefp4.models.directory import (
     LoadedModel,
+    Note,
     cache_dir,
     load_directory,
+    quiet,
     read_pretrained,
     save_model,
 )
@@ -48,14 +50,16 @@ def load_model(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    note: Note = lambda _: None,
 ) -> LoadedModel:
-    """Load a causal language model with its tokenizer, in evaluation mode. Nothing is printed.
+    """Load a causal language model with its tokenizer, in evaluation mode. Nothing is printed; ``note`` is told.
 
     Args:
         name: see the table above.
         dtype: dtype of the parameters; buffers keep theirs.
         device: where the model goes.
         seed: seed of random weights and of upcycling; other models do not depend on it.
+        note: called with a sentence before a download or a conversion.
 
     Returns:
         Model, tokenizer and the note on where they come from.
@@ -63,7 +67,8 @@ def load_model(
     Raises:
         ModelError: an unknown name (with the nearest valid one), or a model that cannot be had.
     """
-    loaded = _resolve(str(name), dtype, seed)
+    with quiet():
+        loaded = _resolve(str(name), dtype, seed, note)
     loaded.model.to(device)  # type: ignore[arg-type]
     kinds = {
         "parameters": sum(p.numel() for p in loaded.model.parameters()),
@@ -72,12 +77,12 @@ def load_model(
     return loaded._replace(source={**loaded.source, **kinds})
 
 
-def _resolve(name: str, dtype: torch.dtype, seed: int) -> LoadedModel:
+def _resolve(name: str, dtype: torch.dtype, seed: int, note: Note) -> LoadedModel:
     if name == "smollm2":
-        return smollm2.dense(dtype)
+        return smollm2.dense(dtype, note=note)
     if match := _MOE.fullmatch(name):
         sizes = {key: int(value) for key, value in match.groupdict().items() if value}
-        return smollm2.moe(dtype, seed=seed, **sizes)
+        return smollm2.moe(dtype, seed=seed, note=note, **sizes)
     if name == "tiny-moe":
         return quickstart.load(seed, dtype=dtype)
     if name.startswith("tiny:"):

