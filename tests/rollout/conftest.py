@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,20 +161,22 @@ def make_bench() -> Callable[..., Bench]:
         tokenizer: Any = None,
         device: str = "cpu",
         model_options: dict[str, Any] | None = None,
+        model: Callable[[], Any] | None = None,
         **settings: Any,
     ) -> Bench:
         sizes = {"max_tokens": 512, "page_size": 4, "max_batch": 8, "prefill_chunk": 16} | settings
         store, chosen = MemoryStore(), get_spec(spec)
-        build = {"seed": 3, "dtype": dtype, **(model_options or {})}
+        options = {"seed": 3, "dtype": dtype, **(model_options or {})}
+        build = model or functools.partial(tiny_model, family, **options)
         engine = EmbeddedEngine(
-            tiny_model(family, device=device, **build),
+            build().to(device),
             tokenizer,
             chosen,
             Plan.parse(plan) if plan and spec != "bf16" else None,
             store,
             **sizes,
         )
-        return Bench(engine, Reference(tiny_model(family, **build), chosen), store)
+        return Bench(engine, Reference(build(), chosen), store)
 
     return make
 

@@ -102,3 +102,21 @@ def test_sliding_window_forgets(make_bench, make_request):
     one, other = bench.engine.generate([request, changed])
     assert one.response_ids == other.response_ids
     assert one.logprobs == pytest.approx(other.logprobs, abs=1e-6)
+
+
+def test_a_dense_model_runs_with_a_quantized_cache(make_bench, make_request):
+    """No experts, no routes: the KV cache alone is quantized, and recorded from the pool."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def dense() -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 288}
+        return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, eos_token_id=None))
+
+    bench = make_bench(model=dense, spec="nvfp4-kv4", plan="r1-all:kv/s3")
+    rollouts = bench.engine.generate([make_request("a", 9, samples=2)])
+    for rollout in rollouts:
+        expected = bench.reference.score(rollout)
+        torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+        assert rollout.routes is None and bench.record(rollout).valid.all()
+    assert not bench.engine.capabilities.routes

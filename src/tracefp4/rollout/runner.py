@@ -181,7 +181,9 @@ class Runner:
 
     def table_width(self, longest: int) -> int:
         """Pages of the block tables of a step whose longest sequence has ``longest`` tokens."""
-        return min(self.pages.pages_for(bucket_length(longest)), self.inputs.max_width)
+        # A GPU prefers few shapes; a CPU prefers not to read what is masked.
+        length = longest if self.device.type == "cpu" else bucket_length(longest)
+        return min(self.pages.pages_for(length), self.inputs.max_width)
 
     def _to_device(self, values: list) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
