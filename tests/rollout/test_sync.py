@@ -56,7 +56,7 @@ def test_parameters_hold_exact_operands(make_bench):
     name = layout.experts[1] + ".gate_up_proj"
     original = dict(bench.reference.model.named_parameters())[name]
     q = quantize_weight(original.detach().transpose(1, 2).contiguous(), numerics)
-    held = dict(bench.engine._model.named_parameters())[name]
+    held = dict(bench.engine.model.named_parameters())[name]
     assert torch.equal(held.transpose(1, 2), q.operand())
     packed = bench.engine._weights.packed(name)
     assert torch.equal(packed.scales, q.scales) and packed.codes.numel() * 2 == q.codes.numel()
@@ -147,4 +147,4 @@ def test_a_state_dict_is_accepted_with_tied_names_and_buffers(make_bench):
     name = next(n for n in state if n.endswith("e_score_correction_bias"))
     state[name] = state[name] + 1
     bench.engine.sync(state, 1)
-    assert torch.equal(dict(bench.engine._model.named_buffers())[name], state[name])
+    assert torch.equal(dict(bench.engine.model.named_buffers())[name], state[name])

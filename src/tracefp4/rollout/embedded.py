@@ -98,7 +98,6 @@ class EmbeddedEngine:
         self._stops = StopRules(eos_token_ids(model, tokenizer), decode)
         self._version: int | None = 0
         self._arrivals = 0
-        self._finished: list[Rollout] = []
         self._active: set[str] = set()
 
     def _build(self, dtype: torch.dtype, store: Store | None, cuda_graphs: bool) -> None:
@@ -121,6 +120,11 @@ class EmbeddedEngine:
         self._stats = EngineStats()
 
     # -- Facts
+
+    @property
+    def model(self) -> nn.Module:
+        """The engine's own model, to look at (coverage, layout). Only the engine can run it."""
+        return self._model
 
     @property
     def capabilities(self) -> Capabilities:
