@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tracefp4.core import Request, SamplingParams
+from tracefp4.core import Kind, Request, SamplingParams
 from tracefp4.errors import ConfigError, EngineError, NonFiniteError
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.plan import Plan
@@ -249,3 +249,14 @@ def test_engines_are_found_by_name(make_request):
     assert not engine.capabilities.kinds and engine.capabilities.routes
     with pytest.raises(ConfigError, match="did you mean 'embedded'"):
         make_engine("embeded", **arguments, settings=EngineConfig())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "gpt_oss"])
+def test_every_site_of_the_spec_is_reached_and_quantized(make_bench, make_request, family):
+    from tracefp4.models.coverage import coverage, probe
+
+    engine = make_bench(family, dtype=torch.bfloat16).engine
+    with probe(engine.model) as calls:
+        engine.generate([make_request("a", 5)])
+    table = coverage(engine.model, engine.spec, calls)  # raises for a module that stayed in bfloat16
+    assert {row.kind for row in table.rows if row.kind in set(Kind)} == {s.site.kind for s in engine.capture.shapes}

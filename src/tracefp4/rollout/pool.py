@@ -155,22 +155,27 @@ class KVPool:
         """Bytes of the whole pool."""
         return sum(t.numel() * t.element_size() for t in self._tensors())
 
-    def write(self, layer: int, slots: Tensor, parts: Mapping[Kind, Tensor]) -> None:
+    def write(self, layer: int, slots: Tensor, parts: Mapping[Kind, Tensor]) -> Quantized | None:
         """Quantize and store.
 
         Args:
             layer: decoder layer.
             slots: ``(T,)`` int64.
-            parts: ``(T, vectors, width)`` for every kind of :attr:`sizes`.
+            parts: ``(T, vectors, width)`` by kind, kinds that follow one another in :attr:`sizes`.
+
+        Returns:
+            What was stored, the parts side by side ``(T, values)``; ``None`` if the pool is not quantized.
         """
-        plane = self._planes[layer]
-        rows = torch.cat([parts[kind].flatten(1) for kind in self.sizes], dim=1)
+        plane, kinds = self._planes[layer], [kind for kind in self.sizes if kind in parts]
+        rows = torch.cat([parts[kind].flatten(1) for kind in kinds], dim=1).to(self.dtype)
+        start, stop = self._columns[kinds[0]].start, self._columns[kinds[-1]].stop
         if plane.scales is None or self.numerics is None:
-            plane.codes.index_copy_(0, slots, rows.to(self.dtype))
-            return
-        q = quantize_nearest(rows, self.numerics)
-        plane.codes.index_copy_(0, slots, e2m1.pack(q.codes))
-        plane.scales.index_copy_(0, slots, q.scales)
+            plane.codes[:, start:stop].index_copy_(0, slots, rows)
+            return None
+        q, block = quantize_nearest(rows, self.numerics), self.numerics.block
+        plane.codes[:, start // 2 : stop // 2].index_copy_(0, slots, e2m1.pack(q.codes))
+        plane.scales[:, start // block : stop // block].index_copy_(0, slots, q.scales)
+        return q
 
     def read(self, layer: int, slots: Tensor) -> dict[Kind, Tensor]:
         """Gather and dequantize ``slots (...)``: ``(..., vectors, width)`` for every kind, in the pool's dtype."""

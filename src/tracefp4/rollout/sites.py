@@ -149,15 +149,12 @@ class _Router:
 class _Attention:
     owner: EngineSites
     layer: int
-    pending: Tensor | None = None
-    """The latent of the tokens in flight, between its hook and attention."""
 
     def latent(self, x: Tensor) -> Tensor:
-        self.owner.here(f"{self.layer}.latent")
-        # Stored together with the rotated key part. The model's own expansion of it goes unused: attend expands what
-        # the pool holds.
-        self.pending = x
-        return x
+        batch = self.owner.here(f"{self.layer}.latent")
+        stored = self.owner.pool.write(self.layer, batch.slots, {Kind.LATENT: x.flatten(0, 1).unsqueeze(1)})
+        # The model expands the current tokens' latents; attend expands those of the whole context again, from the pool.
+        return x if stored is None else stored.dequantize(x.dtype).view(x.shape)
 
     def attend(
         self,
@@ -202,13 +199,7 @@ class _Attention:
 
     def _parts(self, module: nn.Module, k: Tensor, v: Tensor) -> dict[Kind, Tensor]:
         """What the pool stores of the current tokens, ``(B * S, vectors, width)`` by kind."""
-        if self.owner.layout.latent_rank is None:
-            parts = {Kind.K: k, Kind.V: v}
-        else:
-            latent, self.pending = self.pending, None
-            if latent is None:
-                raise EngineError(f"layer {self.layer}: attention ran without its latent; the model changed its order")
-            parts = {Kind.LATENT: latent.unsqueeze(1), Kind.K: rope_part(module, k)}
+        parts = {Kind.K: k, Kind.V: v} if self.owner.layout.latent_rank is None else {Kind.K: rope_part(module, k)}
         return {kind: x.transpose(1, 2).flatten(0, 1) for kind, x in parts.items()}
 
     def _read(self, module: nn.Module, slots: Tensor) -> tuple[Tensor, Tensor]:
