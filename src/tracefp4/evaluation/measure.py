@@ -45,6 +45,7 @@ from tracefp4.rl.tasks import make_task
 from tracefp4.rollout.registry import make_engine
 from tracefp4.training.observe import Observer
 from tracefp4.training.sites import TrainerSites
+from tracefp4.training.weights import WeightOperands
 
 FULL_PLAN = "r4-all+mid"
 """Everything that can be recorded; every other plan is a part of it."""
@@ -162,6 +163,7 @@ class Gauge:
     ) -> None:
         self.model, self.spec, self.layout = model, spec, describe(model)
         self.shapes: tuple[SiteShape, ...] = self.layout.site_shapes(spec)
+        self._weights: dict[str | None, WeightOperands] = {}
         self._temperature, self._micro_tokens, self._note = temperature, micro_tokens, note
         self.rows: list[Row] = []
         self.sites: list[dict[str, Any]] = []
@@ -199,7 +201,9 @@ class Gauge:
         replay: bool = True,
         size: float | None = None,
     ) -> None:
-        sites = TrainerSites(self.layout, spec, decoder or "bracket")
+        name_of = None if spec.weights is None else spec.weights.hash
+        weights = self._weights.setdefault(name_of, WeightOperands(spec.weights))
+        sites = TrainerSites(self.layout, spec, decoder or "bracket", weights)
         bind(self.model, sites)
         try:
             scored = score(
@@ -243,6 +247,8 @@ class MeasureSettings:
     prompts: int = 64
     samples: int = 2
     max_new_tokens: int = 96
+    max_batch: int = 16
+    """Sequences decoded at once. Large batches run the kernels of a training forward, and hide the gap."""
     temperature: float = 1.0
     task: str | None = None
     own_routes: bool = False
@@ -262,7 +268,7 @@ def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: Non
     loaded = load_model(wanted.model, device=device)
     spec = get_spec(wanted.spec, wanted.numerics)
     requests = _requests(wanted, loaded)
-    sampled = {name: _generate(loaded, one, plan, requests) for name, one, plan in (
+    sampled = {name: _generate(loaded, one, plan, requests, wanted.max_batch) for name, one, plan in (
         ("fp4", spec, Plan.parse(FULL_PLAN)), ("bf16", get_spec("bf16"), None))}  # fmt: skip
     rollouts, truth = sampled["fp4"]
     tokens = sum(len(r.response_ids) for r in rollouts)
@@ -299,11 +305,11 @@ def _requests(wanted: MeasureSettings, loaded: LoadedModel) -> list[Request]:
 
 
 def _generate(
-    loaded: LoadedModel, spec: Spec, plan: Plan | None, requests: Sequence[Request]
+    loaded: LoadedModel, spec: Spec, plan: Plan | None, requests: Sequence[Request], max_batch: int
 ) -> tuple[list[Rollout], list[Record]]:
     store = MemoryStore()
-    slots = sum(len(r.prompt_ids) + r.samples * (r.sampling.max_new_tokens + 32) for r in requests)
-    batch = min(256, sum(r.samples for r in requests))
+    longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
+    slots = (max_batch + 2) * (longest + 32)
     engine = make_engine(
         "embedded",
         model=copy.deepcopy(loaded.model),
@@ -311,7 +317,7 @@ def _generate(
         spec=spec,
         plan=plan,
         store=store,
-        settings=EngineConfig(max_tokens=min(-(-slots // 16) * 16, 262144), page_size=16, max_batch=batch),
+        settings=EngineConfig(max_tokens=-(-slots // 16) * 16, page_size=16, max_batch=max_batch),
     )
     engine.sync(dict(loaded.model.named_parameters()), 0)
     rollouts = engine.generate(requests, guidance=plan is not None)

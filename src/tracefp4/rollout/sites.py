@@ -27,6 +27,7 @@ from tracefp4.formats.spec import Spec
 from tracefp4.models.attention import dense_attention
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
+from tracefp4.models.operands import OperandCache
 from tracefp4.models.sites import Operand
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.rollout.batch import Batch, DecodeBatch, PrefillBatch, Segment
@@ -49,6 +50,7 @@ class EngineSites:
         self.batch: Batch | None = None
         self.weight_scales: dict[tuple[int, str], Tensor | None] = {}
         """FP32 scale ``(E,)`` of each quantized weight, by layer and projection; written at sync, in place."""
+        self.operands = OperandCache()
         self._calls: Counter[str] = Counter()
         self._experts = {layer: _Experts(self, layer) for layer in layout.moe_layers}
         self._routers = {layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)}
@@ -117,7 +119,10 @@ class _Experts:
         return self._quantize(Kind.EXPERTS_MID, h, batch, pairs)
 
     def _weight(self, module: nn.Module, projection: str) -> Operand:
-        values = getattr(module, projection).detach()
+        weight = getattr(module, projection)
+        return self.owner.operands.get(weight, lambda: self._make(module, projection, weight.detach()))
+
+    def _make(self, module: nn.Module, projection: str, values: Tensor) -> Operand:
         if getattr(module, "is_transposed", False):
             values = values.transpose(1, 2)
         if self.owner.spec.weights is None:

@@ -14,19 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tracefp4.core import Kind, Site, SiteShape
+from tracefp4.errors import ConfigError
 from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import Spec
 from tracefp4.models.attention import dense_attention
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.sites import Operand
-from tracefp4.quantizers.guided import Outcome, quantize_guided
+from tracefp4.quantizers.guided import quantize_guided
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.training.batch import GuidedRows, MicroBatch
 from tracefp4.training.checks import ScaleChecks
@@ -41,10 +42,19 @@ class TrainerSites:
         layout: the model's layers and dimensions.
         spec: what the trainer fake-quantizes.
         decoder: how guided rounding reads the recorded bits.
+        weights: quantized weights to share with other sites of the same model and weight numerics.
+
+    Raises:
+        ConfigError: shared weights of other numerics.
     """
 
-    def __init__(self, layout: ModelLayout, spec: Spec, decoder: str = "bracket") -> None:
+    def __init__(
+        self, layout: ModelLayout, spec: Spec, decoder: str = "bracket", weights: WeightOperands | None = None
+    ) -> None:
+        if weights is not None and weights.numerics != spec.weights:
+            raise ConfigError(f"the shared weights have other numerics than spec {spec.name!r}")
         self.layout, self.spec, self.decoder = layout, spec, decoder
+        self.weights = WeightOperands(spec.weights) if weights is None else weights
         self.shapes: dict[Site, SiteShape] = {shape.site: shape for shape in layout.site_shapes(spec)}
         self.guidance: GuidedRows | None = None
         self.routes: Tensor | None = None
@@ -134,16 +144,12 @@ def _merge(guided: Quantized, own: Quantized, mask: Tensor) -> Quantized:
 class _Experts:
     owner: TrainerSites
     layer: int
-    weights: WeightOperands = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.weights = WeightOperands(self.owner.spec.weights)
 
     def gate_up(self, module: nn.Module) -> Operand:
-        return self.weights.get(module, "gate_up_proj")
+        return self.owner.weights.get(module, "gate_up_proj")
 
     def down(self, module: nn.Module) -> Operand:
-        return self.weights.get(module, "down_proj")
+        return self.owner.weights.get(module, "down_proj")
 
     def enter(self, x: Tensor) -> Operand:
         return self._operand(Kind.EXPERTS_IN, x, None)
@@ -190,7 +196,7 @@ class _Attention:
     ) -> Tensor:
         rope = self.owner.layout.rope_dim
         if self.owner.layout.latent_rank is not None and rope is not None:
-            # Latent attention: the latent was quantized before its expansion; the rotated part is one vector for all heads.
+            # The latent was quantized before its expansion; the rotated part is one vector for all heads.
             rotated = self._fake(Kind.K, k[:, :1, :, -rope:].transpose(1, 2)).transpose(1, 2)
             k = torch.cat([k[..., :-rope], rotated.expand(-1, k.shape[1], -1, -1)], dim=-1)
         else:

@@ -1,40 +1,33 @@
-"""Quantized weights, kept for as long as the weights do not change.
-
-Quantizing a weight costs several passes over it, and one optimizer step runs many forwards: each micro-batch, and each
-layer twice under gradient checkpointing. PyTorch counts the in-place changes of a tensor; while that count stands still,
-the operand of the last forward is the operand of this one.
-"""
+"""The trainer's expert weights, quantized with the numerics that the engine uses for the same weights."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
 from tracefp4.formats.numerics import Numerics
+from tracefp4.models.operands import OperandCache
 from tracefp4.models.packing import pack_weight
 from tracefp4.models.sites import Operand
 
 
 class WeightOperands:
-    """Operands of the expert projections of one layer.
+    """Operands of expert projections under one numerics.
 
     Args:
         numerics: weight numerics of the trainer's spec; ``None`` leaves weights in bfloat16.
     """
 
     def __init__(self, numerics: Numerics | None) -> None:
-        self._numerics = numerics
-        self._kept: dict[str, tuple[tuple[int, int], Operand]] = {}
+        self.numerics = numerics
+        self._cache = OperandCache()
 
     def get(self, module: nn.Module, projection: str) -> Operand:
         """Operand ``(E, out, in)`` of ``module.<projection>``, quantized anew only after the weight changed."""
         weight: Tensor = getattr(module, projection)
+        return self._cache.get(weight, lambda: self._make(module, weight.detach()))
+
+    def _make(self, module: nn.Module, weight: Tensor) -> Operand:
         transposed = bool(getattr(module, "is_transposed", False))
-        if self._numerics is None:
-            plain = weight.detach()
-            return Operand(plain.transpose(1, 2).contiguous() if transposed else plain, None)
-        stamp = (weight.data_ptr(), weight._version)
-        kept = self._kept.get(projection)
-        if kept is None or kept[0] != stamp:
-            kept = (stamp, pack_weight(weight, self._numerics, transposed=transposed).operand())
-            self._kept[projection] = kept
-        return kept[1]
+        if self.numerics is None:
+            return Operand(weight.transpose(1, 2).contiguous() if transposed else weight, None)
+        return pack_weight(weight, self.numerics, transposed=transposed).operand()
