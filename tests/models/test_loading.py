@@ -228,3 +228,31 @@ def test_cache_folder_follows_the_variable(monkeypatch, tmp_path):
 
 def test_loaded_model_unpacks_into_three():
     assert LoadedModel._fields == ("model", "tokenizer", "source")
+
+
+def test_mxfp4_experts_are_dequantized_exactly(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from tracefp4.formats import e2m1
+
+    loaded = load_model("tiny:gpt_oss", dtype=torch.float32)
+    folder = save_model(loaded, tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    expected = {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, contraction, rows = tensors.pop(name).shape
+        codes = torch.randint(0, 16, (experts, rows, contraction // 32, 32), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 130, (experts, rows, contraction // 32), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = e2m1.pack(codes), scales
+        values = e2m1.decode(codes) * torch.exp2(scales.float() - 127)[..., None]
+        expected[name] = values.flatten(2).transpose(1, 2)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    again = load_model(folder)
+    assert "MXFP4" in again.source["notes"][-1]
+    for name, values in expected.items():
+        assert torch.equal(again.model.get_parameter(name).float(), values), name
+    assert len(expected) == 2 * again.model.config.num_hidden_layers

@@ -146,9 +146,11 @@ def load_directory(path: Path, *, dtype: torch.dtype) -> LoadedModel:
     if not file.is_file():
         return loaded
     try:
-        return loaded._replace(source=json.loads(file.read_text(encoding="utf-8")))
+        source = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{file} is not JSON: {first_sentence(error)}") from error
+    source["notes"] = [*source.get("notes", []), *loaded.source["notes"]]
+    return loaded._replace(source=source)
 
 
 def read_pretrained(name: str, dtype: torch.dtype, **options: Any) -> LoadedModel:

@@ -1,6 +1,6 @@
 """The model of the quickstart: a Qwen3-MoE small enough to learn by reinforcement on a laptop.
 
-About 1.7 million parameters: 4 layers, hidden size 96, 8 experts of which a token uses 2, bytes as tokens, 256 tokens
+0.8 million parameters: 4 layers, hidden size 96, 8 experts of which a token uses 2, bytes as tokens, 256 tokens
 of context. Everything that FP4 touches is there in its real proportions: expert inputs of 96 values (6 blocks), expert
 intermediates of 64, keys and values of 32 a head with two query heads a KV head, q/k norms, a renormalising router. It
 is random; a supervised warm start of a minute gives it its first accuracy.
