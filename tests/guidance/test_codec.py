@@ -202,3 +202,14 @@ def test_refused_input() -> None:
         unpack_scales(good, 3, 10)
     with pytest.raises(FormatError, match="scale checks"):
         scale_checks(good.int())
+
+
+def test_axes_of_size_one_may_have_any_stride() -> None:
+    """PyTorch calls such tensors contiguous; a view in a wider dtype wants every stride to be a multiple."""
+    data = random_bytes(11, (400,), 16)
+    for shape, stride in [((1, 32), (7, 1)), ((3, 1, 16), (16, 5, 1)), ((1, 2, 1, 8), (3, 8, 99, 1))]:
+        odd = torch.as_strided(data, shape, stride)
+        assert odd.is_contiguous()
+        plain = torch.tensor(odd.tolist(), dtype=torch.uint8)
+        assert torch.equal(pack_bits(odd, 3), pack_bits(plain, 3))
+        assert torch.equal(scale_checks(odd), scale_checks(plain))

@@ -125,6 +125,20 @@ def test_non_contiguous_tensors_are_written_as_they_read(small: Record) -> None:
     assert encode(replace(small, sites=small.sites | {site: replace(part, planes=wide[::2])})) == encode(small)
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_axes_of_size_one_may_have_any_stride(make, small_shapes, rows: int) -> None:
+    """Such tensors count as contiguous, so ``contiguous()`` does not put their strides right."""
+    record = make("r1-all", [small_shapes[0]], range(rows + 1))
+    site, part = next(iter(record.sites.items()))
+    fields = {}
+    for name in ("planes", "scales", "global_scale"):
+        tensor = getattr(part, name)
+        strides = [size if tensor.shape[i] > 1 else 7 for i, size in enumerate(tensor.stride())]
+        fields[name] = torch.as_strided(tensor, tensor.shape, strides)
+        assert fields[name].is_contiguous()
+    assert encode(replace(record, sites={site: replace(part, **fields)})) == encode(record)
+
+
 def test_routes_without_guidance(make) -> None:
     record = make("none", (), range(7), routes=(torch.uint8, 3, 2))
     assert_equal(decode(encode(record), Expectation(plan="none", routes=(3, 2))), record)

@@ -191,10 +191,12 @@ def check_keys(words: int) -> Tensor:
 
 def _view(data: Tensor, dtype: torch.dtype) -> Tensor:
     """Bytes as wider integers along the last axis, without a copy where memory permits it."""
-    data = data.contiguous()
+    shape = (*data.shape[:-1], data.shape[-1] // dtype.itemsize)
     if data.numel() == 0:
-        return data.new_empty((*data.shape[:-1], data.shape[-1] // dtype.itemsize), dtype=dtype)
-    return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
+        return data.new_empty(shape, dtype=dtype)
+    # Flat, because an axis of size 1 may have any stride, and a wider dtype wants them all divisible.
+    flat = data.contiguous().reshape(-1)
+    return (flat.clone() if flat.storage_offset() % dtype.itemsize else flat).view(dtype).view(shape)
 
 
 def _check_bits(bits: int) -> None:
