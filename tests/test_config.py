@@ -9,7 +9,7 @@ from tracefp4.errors import ConfigError
 
 
 def test_resolved_config_reads_back_equal(tmp_path):
-    tree = config.load(None, ["task.options={min_terms=2, 'x-y'=[1, 2.5], text=\"a\\\"b\"}", "steps=7", "eval.items=3"])
+    tree = config.load(None, ['task.options={min_terms=2, \'x-y\'=[1, 2.5], text="a\\"b"}', "steps=7", "eval.items=3"])
     path = tmp_path / "config.toml"
     path.write_text(config.to_toml(tree))
     assert config.load(path) == tree

@@ -15,6 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tracefp4.errors import ConfigError, suggest
 
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+"""How token losses become one number; ``rl/losses.py`` has the formulas."""
+
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -87,7 +90,7 @@ class LossConfig(_Table):
     """Bound on the loss of samples with negative advantage."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the k3 penalty against the reference policy (the warm-started weights)."""
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    aggregation: Aggregation = "token-mean"
     """How token losses become one number."""
     norm_std: bool = True
     """Divide advantages by the group's standard deviation (off: Dr. GRPO)."""
@@ -224,7 +227,8 @@ def load(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] 
         overrides: strings ``a.b=value``; the value is TOML (``true``, ``3``, ``"text"``), a bare word is a string.
 
     Raises:
-        ConfigError: unreadable file, unknown key, wrong type or value; the message names the key and the nearest valid one.
+        ConfigError: unreadable file, unknown key, wrong type or value; the message names the key and the nearest valid
+            one.
     """
     tree: dict[str, Any] = {}
     if path is not None:
@@ -309,7 +313,8 @@ def reference() -> str:
         "# Configuration",
         "",
         "A run is one TOML file. Every key, its type, its default and its meaning; unknown keys are refused.",
-        "`--set a.b=value` on the command line overrides a key. `tracefp4 train CONFIG --dry-run` prints the resolved file.",
+        "`--set a.b=value` on the command line overrides a key. "
+        "`tracefp4 train CONFIG --dry-run` prints the resolved file.",
         "",
         *_reference(Config, ""),
     ]

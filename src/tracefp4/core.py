@@ -53,9 +53,10 @@ class Site:
 class SiteShape:
     """The shape of one site's outcome for one token.
 
-    ``vectors`` separate vectors of ``width`` values: 1 for ``experts_in`` and ``latent``, top-k for ``experts_mid`` (slot
-    order), KV heads for ``k`` and ``v``. ``block`` values share a block scale. ``token_scale`` says that each vector has
-    a global scale of its own, which then travels as FP32; otherwise the global scale is a constant of the numerics.
+    ``vectors`` separate vectors of ``width`` values: 1 for ``experts_in`` and ``latent``, top-k for ``experts_mid``
+    (slot order), KV heads for ``k`` and ``v``. ``block`` values share a block scale. ``token_scale`` says that each
+    vector has a global scale of its own, which then travels as FP32; otherwise the global scale is a constant of the
+    numerics.
     """
 
     site: Site

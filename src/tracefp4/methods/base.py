@@ -1,8 +1,8 @@
 """What distinguishes one way of pairing a quantized rollout with its trainer from another.
 
 A method answers three questions: what does the rollout quantize, what does the trainer quantize, and does the trainer
-follow the rollout's rounding. Everything else (advantages, loss, correction, optimizer, data, seeds, route replay) is the
-same in every arm of a comparison, so it is not here.
+follow the rollout's rounding. Everything else (advantages, loss, correction, optimizer, data, seeds, route replay) is
+the same in every arm of a comparison, so it is not here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Packed expert weights and their checksum: the proof that two sides quantize the same weights.
 
 Weights need no guidance. Both sides quantize the bfloat16 weights that the forward pass uses with the same numerics, so
-the packed bytes are equal, and one checksum over them shows it after every sync. The checksum covers every tensor of the
-model: quantized ones as packed codes, block scales and global scales, all others as their raw bytes.
+the packed bytes are equal, and one checksum over them shows it after every sync. The checksum covers every tensor of
+the model: quantized ones as packed codes, block scales and global scales, all others as their raw bytes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def digest(parts: Mapping[str, Iterable[Tensor]]) -> str:
         state.update(name.encode())
         for tensor in parts[name]:
             state.update(str(tuple(tensor.shape)).encode())
-            state.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
+            state.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
     return state.hexdigest()
 
 

@@ -20,8 +20,8 @@ class Operand:
     """A quantized tensor as a matrix multiplication takes it.
 
     ``values`` are ``code x block scale`` in bfloat16, which is exact for every FP4 format (or the plain bfloat16 tensor
-    where a site is not quantized); ``scale`` is the FP32 global decode scale of each row, which never enters the operand
-    and is applied to the FP32 product. ``None`` stands for 1.
+    where a site is not quantized); ``scale`` is the FP32 global decode scale of each row, which never enters the
+    operand and is applied to the FP32 product. ``None`` stands for 1.
     """
 
     values: Tensor
@@ -34,7 +34,7 @@ class ExpertsSite(Protocol):
     """What the experts function of one MoE layer asks for."""
 
     def gate_up(self, module: nn.Module) -> Operand:
-        """Weight operand ``(E, 2I, H)`` of the fused gate and up projections (contraction axis last, also for gpt-oss)."""
+        """Weight operand ``(E, 2I, H)`` of the fused gate and up projections, contraction axis last (gpt-oss too)."""
         ...
 
     def down(self, module: nn.Module) -> Operand:
@@ -57,7 +57,8 @@ class RouterSite(Protocol):
         """Given the router's own top-k ``indices (T, K)``, return the indices to use, or ``None`` to keep them.
 
         The rollout records ``indices`` and returns ``None``. The trainer returns the rollout's; gate values are then
-        recomputed from the live logits at those indices, so the router still learns. A row of ``-1`` keeps the own ones.
+        recomputed from the live logits at those indices, so the router still learns. A row of ``-1`` keeps the own
+        ones.
         """
         ...
 
@@ -66,7 +67,7 @@ class AttentionSite(Protocol):
     """What the attention function of one layer with a KV cache asks for."""
 
     def latent(self, x: Tensor) -> Tensor:
-        """Quantize the normalised KV latent ``(B, S, r)`` of multi-head latent attention; called before :meth:`attend`."""
+        """Quantize the normalised KV latent ``(B, S, r)`` of latent attention; called before :meth:`attend`."""
         ...
 
     def attend(
