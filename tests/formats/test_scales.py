@@ -33,6 +33,16 @@ def test_every_e4m3_byte(device):
     assert torch.equal(e4m3.encode(values[~values.isnan()].to(device)).cpu(), finite)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_e4m3_bytes_decode_like_few(dtype, device):
+    """Large tensors go through a table on a CPU: the same bits, NaNs included."""
+    word = torch.int32 if dtype == torch.float32 else torch.int16
+    few = torch.stack([e4m3.decode(byte, dtype) for byte in BYTES.to(device)]).view(word)
+    many = e4m3.decode(BYTES.to(device).expand(64, 256).t(), dtype)
+    assert many.shape == (256, 64)
+    assert torch.equal(many.contiguous().view(word), few[:, None].expand(256, 64))
+
+
 def test_e4m3_rounds_to_nearest_even_and_saturates(device):
     grid = torch.tensor([e4m3_value(b) for b in range(127)], dtype=torch.float64)
     middles = (grid[1:] + grid[:-1]) / 2
