@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tracefp4.cli import doctor, main, selftest
+from tracefp4.models import directory
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,20 @@ def test_doctor_as_json(capsys):
     assert code == 0
     assert found["ok"]
     assert {"python", "torch", "transformers", "FP4 hardware", "memory", "engines", "cache"} <= set(checks)
+
+
+def test_cache_is_where_models_look_for_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(directory.CACHE_VARIABLE, "~/models")
+    found = {check.name: check for check in doctor.diagnose()}["cache"]
+    assert (found.status, found.detail) == ("ok", str(tmp_path / "models"))
+    assert not (tmp_path / "models").exists(), "a diagnosis writes nothing"
+    assert directory.cache_dir() == tmp_path / "models"
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(directory.CACHE_VARIABLE, str(tmp_path / "file"))
+    found = {check.name: check for check in doctor.diagnose()}["cache"]
+    assert found.status == "warn"
+    assert directory.CACHE_VARIABLE in found.detail
 
 
 def test_failure_is_exit_code_one(monkeypatch, capsys):

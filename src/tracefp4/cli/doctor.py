@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Literal
 
 import typer
@@ -22,6 +21,7 @@ import typer
 from tracefp4 import __version__
 from tracefp4.cli.console import JsonOption, emit
 from tracefp4.errors import TraceError
+from tracefp4.models.directory import CACHE_VARIABLE, cache_path, quiet
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -106,11 +106,6 @@ def check_version(package: str, version: str | None, oldest: str, untested: str)
     return Check(package, "ok", version)
 
 
-def cache_directory() -> Path:
-    """Where converted models are kept: ``$TRACEFP4_CACHE``, else ``~/.cache/tracefp4``."""
-    return Path(os.environ.get("TRACEFP4_CACHE") or Path.home() / ".cache" / "tracefp4")
-
-
 def _python() -> Check:
     version = platform.python_version()
     status: Status = "ok" if sys.version_info >= (3, 11) else "fail"
@@ -161,10 +156,10 @@ def _engines() -> Check:
 
 
 def _cache() -> Check:
-    folder = cache_directory()
+    folder = cache_path()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not os.access(existing, os.W_OK):
-        return Check("cache", "warn", f"{folder} is not writable; set TRACEFP4_CACHE to a folder that is")
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return Check("cache", "warn", f"{folder} cannot be written; set {CACHE_VARIABLE} to a folder that can")
     return Check("cache", "ok", str(folder))
 
 
@@ -174,9 +169,10 @@ def _seams() -> Check:
 
 
 def _seam_result(started: float) -> Check:
-    from tracefp4.cli.selftest import check_seams
+    with quiet():
+        from tracefp4.cli.selftest import check_seams
 
-    fault = check_seams()
+        fault = check_seams()
     if fault is not None:
         return Check("transformers seams", "fail", fault)
     return Check(

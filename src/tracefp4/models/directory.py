@@ -20,11 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from tracefp4.errors import ModelError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SOURCE_FILE = "tracefp4_source.json"
@@ -44,13 +43,18 @@ class LoadedModel(NamedTuple):
     """``name``, ``notes`` (sentences), and what else is known: hashes, licence, method, seed. JSON data."""
 
 
+def cache_path() -> Path:
+    """Where the cache folder lies, whether it exists or not: ``$TRACEFP4_CACHE``, or ``~/.cache/tracefp4``."""
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/tracefp4").expanduser()
+
+
 def cache_dir() -> Path:
-    """The cache folder, created if needed: ``$TRACEFP4_CACHE``, or ``~/.cache/tracefp4``.
+    """The cache folder of :func:`cache_path`, created if needed.
 
     Raises:
         ModelError: it cannot be created.
     """
-    path = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "tracefp4").expanduser()
+    path = cache_path()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
