@@ -14,22 +14,7 @@ from tracefp4.formats.blocks import quantize, quantize_weight
 from tracefp4.formats.numerics import NUMERICS, get_numerics
 
 
-def samples(kind: str, rows: int = 24, width: int = 64, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, width, generator=generator) * 3
-    if kind == "wide":
-        x = x * torch.exp(4 * torch.randn(rows, width // 16, generator=generator)).repeat_interleave(16, -1)
-    if kind == "outlier":
-        x[:, 5] *= 1e4
-    return x.bfloat16() if kind != "float32" else x
-
-
-def row_scope(name: str):
-    n = get_numerics(name)
-    return replace(n, scope="token") if n.scope == "tensor" else n
-
-
-def test_mxfp8_elements_are_e4m3_and_never_clip(device):
+def test_mxfp8_elements_are_e4m3_and_never_clip(device, samples):
     x = samples("wide").to(device)
     q = quantize(x, get_numerics("mxfp8"))
     values = (x.float().unflatten(-1, (-1, 32)) / e8m0.decode(q.scales).unsqueeze(-1)).flatten(-2)
@@ -78,7 +63,7 @@ EDGE_NVFP4 = {
 
 
 @pytest.mark.parametrize(("row", "name"), EDGE_NVFP4)
-def test_golden_edges_of_nvfp4(row, name, device):
+def test_golden_edges_of_nvfp4(row, name, device, row_scope):
     x = edge_rows()[row].bfloat16().to(device)
     q = quantize(x[None], row_scope(name))
     scales, codes = EDGE_NVFP4[row, name]
@@ -105,7 +90,7 @@ def test_golden_edges_of_mx(row, name, scales, device):
 
 
 @pytest.mark.parametrize("name", NUMERICS)
-def test_a_nan_marks_its_block_and_nothing_else(name, device):
+def test_a_nan_marks_its_block_and_nothing_else(name, device, samples, row_scope):
     n = row_scope(name)
     x = samples("normal", rows=2, width=128).to(device)
     marked = x.clone()
@@ -122,7 +107,7 @@ def test_a_nan_marks_its_block_and_nothing_else(name, device):
 
 
 @pytest.mark.parametrize("name", NUMERICS)
-def test_an_infinity_saturates(name, device):
+def test_an_infinity_saturates(name, device, samples, row_scope):
     n = row_scope(name)
     x = samples("normal", rows=1, width=64).to(device)
     x[0, 3], x[0, 40] = float("inf"), float("-inf")
@@ -136,7 +121,7 @@ def test_an_infinity_saturates(name, device):
 
 @pytest.mark.parametrize("name", NUMERICS)
 @pytest.mark.parametrize("kind", ["normal", "wide", "outlier"])
-def test_operand_is_exact(name, kind, device):
+def test_operand_is_exact(name, kind, device, samples, row_scope):
     q = quantize(samples(kind).to(device), row_scope(name))
     scales = blocks.decode_scales(q.scales, q.numerics).double().repeat_interleave(q.numerics.block, -1)
     if q.numerics.element == "e2m1":
@@ -147,7 +132,7 @@ def test_operand_is_exact(name, kind, device):
     assert torch.equal(q.operand().double(), values * scales)
 
 
-def test_dequantize_rounds_once(device):
+def test_dequantize_rounds_once(device, samples):
     q = quantize(samples("normal").to(device), get_numerics("nvfp4-te"))
     product = q.operand().float() * q.decode_scale()
     assert torch.equal(q.dequantize(), product)
@@ -163,7 +148,7 @@ def test_relative_error_of_gaussian_data(device):
         assert error.item() == pytest.approx(want, abs=4e-4), name
 
 
-def test_power_of_two_global_scales_leave_no_block_scale_above_448(device):
+def test_power_of_two_global_scales_leave_no_block_scale_above_448(device, samples):
     n = get_numerics("nvfp4-pow2")
     x = torch.cat([samples("wide", 200), samples("normal", 56), samples("outlier", 8)]).to(device)
     x = torch.cat([x, x * 1e-30, x * 1e30])
@@ -175,7 +160,7 @@ def test_power_of_two_global_scales_leave_no_block_scale_above_448(device):
     assert quantize(x, n).scales.max() <= 126
 
 
-def test_power_of_two_makes_every_step_exact():
+def test_power_of_two_makes_every_step_exact(samples):
     n = get_numerics("nvfp4-pow2")
     x = samples("normal", 64)
     q = quantize(x, n)
@@ -189,7 +174,7 @@ def test_power_of_two_makes_every_step_exact():
 
 
 @pytest.mark.parametrize("name", NUMERICS)
-def test_a_row_depends_on_nothing_but_itself(name, device):
+def test_a_row_depends_on_nothing_but_itself(name, device, samples, row_scope):
     n = row_scope(name)
     x = samples("wide", 12, 96).to(device)
     whole = quantize(x, n)
@@ -211,7 +196,7 @@ def test_a_row_depends_on_nothing_but_itself(name, device):
 
 
 @pytest.mark.parametrize("name", NUMERICS)
-def test_layout_in_memory_does_not_matter(name, device):
+def test_layout_in_memory_does_not_matter(name, device, samples, row_scope):
     n = row_scope(name)
     x = samples("normal", 64, 32).to(device)
     assert torch.equal(quantize(x.t(), n).codes, quantize(x.t().contiguous(), n).codes)
@@ -223,7 +208,7 @@ def test_layout_in_memory_does_not_matter(name, device):
 
 
 @pytest.mark.parametrize("name", NUMERICS)
-def test_half_and_bfloat16_are_their_float32_values(name):
+def test_half_and_bfloat16_are_their_float32_values(name, samples, row_scope):
     n = row_scope(name)
     for dtype in (torch.bfloat16, torch.float16):
         x = samples("normal").to(dtype)
@@ -232,8 +217,8 @@ def test_half_and_bfloat16_are_their_float32_values(name):
 
 
 @settings(max_examples=60)
-@given(st.integers(0, 2**32 - 1), st.integers(-100, 100), st.sampled_from(NUMERICS))
-def test_codes_are_nearest_under_their_scale(seed, exponent, name):
+@given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-100, 100), name=st.sampled_from(NUMERICS))
+def test_codes_are_nearest_under_their_scale(seed, exponent, name, samples, row_scope):
     n = row_scope(name)
     if n.element == "e4m3":
         return
@@ -245,7 +230,7 @@ def test_codes_are_nearest_under_their_scale(seed, exponent, name):
     assert torch.equal((e2m1.decode(q.codes, torch.float64) - z).abs(), best)
 
 
-def test_global_scale_scopes():
+def test_global_scale_scopes(samples):
     x = samples("normal", 6, 32)
     token, tensor = get_numerics("nvfp4-te"), replace(get_numerics("nvfp4-te"), scope="tensor")
     assert blocks.global_scale(x, token).shape == (6, 1)
@@ -255,7 +240,7 @@ def test_global_scale_scopes():
     assert blocks.global_scale(x, get_numerics("mxfp4-ocp")) is None
 
 
-def test_weights_have_one_global_scale_an_expert(device):
+def test_weights_have_one_global_scale_an_expert(device, samples):
     n = replace(get_numerics("nvfp4-te"), scope="tensor")
     w = (samples("normal", 4 * 8, 32).view(4, 8, 32) * torch.tensor([1.0, 10, 0.1, 3])[:, None, None]).to(device)
     q = quantize_weight(w, n)
@@ -268,7 +253,7 @@ def test_weights_have_one_global_scale_an_expert(device):
         assert torch.equal(alone.dequantize(), q.dequantize()[expert])
 
 
-def test_a_given_global_scale_is_used(device):
+def test_a_given_global_scale_is_used(device, samples):
     n = get_numerics("nvfp4-te")
     x = samples("normal").to(device)
     g = blocks.global_scale(x, n) / 4
@@ -278,7 +263,7 @@ def test_a_given_global_scale_is_used(device):
     assert torch.equal(q.decode_scale(), torch.ones_like(g) / g)
 
 
-def test_a_calibrated_constant_multiplies_the_product(device):
+def test_a_calibrated_constant_multiplies_the_product(device, samples):
     n = replace(get_numerics("sglang-kv-nvfp4"), constant=0.25)
     x = samples("normal").to(device)
     plain, scaled = quantize(x, get_numerics("sglang-kv-nvfp4")), quantize(x * 0.25, n)
@@ -287,7 +272,7 @@ def test_a_calibrated_constant_multiplies_the_product(device):
     assert torch.equal(plain.dequantize() * 0.25, scaled.dequantize())
 
 
-def test_encode_and_decode_forms_give_each_other():
+def test_encode_and_decode_forms_give_each_other(samples):
     x = samples("normal")
     encode = get_numerics("nvfp4-te")
     decode = replace(encode, global_form="decode")
@@ -297,12 +282,12 @@ def test_encode_and_decode_forms_give_each_other():
     assert torch.allclose(g * d, torch.ones_like(g), rtol=2e-7)
 
 
-def test_gradients_are_not_recorded():
+def test_gradients_are_not_recorded(samples):
     x = samples("float32").requires_grad_()
     assert not quantize(x, get_numerics("nvfp4-te")).dequantize().requires_grad
 
 
-def test_no_rows():
+def test_no_rows(row_scope):
     for name in NUMERICS:
         q = quantize(torch.zeros(0, 64), row_scope(name))
         assert q.codes.shape == (0, 64) and q.operand().shape == (0, 64)

@@ -6,12 +6,9 @@ It shares no code with the package: block scales are found by searching all byte
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from tracefp4.formats.blocks import quantize
 from tracefp4.formats.numerics import get_numerics
@@ -121,24 +118,9 @@ def codes(x: np.ndarray, unit: list[F], how: str, ties: str = "even") -> list[in
     return out
 
 
-def samples(kind: str, rows: int = 24, width: int = 64, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(rows, width, generator=generator) * 3
-    if kind == "wide":
-        x = x * torch.exp(4 * torch.randn(rows, width // 16, generator=generator)).repeat_interleave(16, -1)
-    if kind == "outlier":
-        x[:, 5] *= 1e4
-    return x.bfloat16() if kind != "float32" else x
-
-
-def row_scope(name: str):
-    n = get_numerics(name)
-    return replace(n, scope="token") if n.scope == "tensor" else n
-
-
 @pytest.mark.parametrize("kind", ["normal", "wide", "outlier", "float32"])
 @pytest.mark.parametrize("name", NVFP4)
-def test_nvfp4_equals_a_value_by_value_reference(name, kind, device):
+def test_nvfp4_equals_a_value_by_value_reference(name, kind, device, samples, row_scope):
     x = samples(kind)
     q = quantize(x.to(device), row_scope(name))
     compute, how = NVFP4[name]
@@ -153,7 +135,7 @@ def test_nvfp4_equals_a_value_by_value_reference(name, kind, device):
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "outlier", "float32"])
 @pytest.mark.parametrize("name", MX)
-def test_mx_equals_a_value_by_value_reference(name, kind, device):
+def test_mx_equals_a_value_by_value_reference(name, kind, device, samples):
     x = samples(kind)
     block, rule, floor, ties = MX[name]
     q = quantize(x.to(device), get_numerics(name))

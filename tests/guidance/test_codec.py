@@ -22,15 +22,6 @@ from tracefp4.guidance.codec import (
 )
 from tracefp4.quantizers.congruent import reduce_scales
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.device(request.param)
-
 
 def random_bytes(seed: int, shape: tuple[int, ...], high: int = 256) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, high, shape, dtype=np.uint8))

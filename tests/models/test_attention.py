@@ -10,15 +10,6 @@ from tracefp4.models.attention import attention_forward, causal_mask, dense_atte
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.tiny import tiny_model
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return request.param
-
 
 def tensors(device, dtype, queries=7, keys=7, heads=4, kv_heads=2, width=32, v_width=32):
     generator = torch.Generator().manual_seed(0)

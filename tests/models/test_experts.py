@@ -12,14 +12,6 @@ from tracefp4.models.layout import describe
 from tracefp4.models.tiny import FAMILIES, tiny_model
 
 SPEC = "nvfp4-w4a4-kv4"
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return request.param
 
 
 def layer(sites_of, family, device="cpu", spec=SPEC):

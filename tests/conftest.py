@@ -1,3 +1,5 @@
+"""What tests of several packages share."""
+
 from __future__ import annotations
 
 import pytest
@@ -11,6 +13,7 @@ settings.load_profile("unhurried")
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU and, in a variant of its own that skips itself elsewhere, a GPU."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device(request.param)
