@@ -92,6 +92,15 @@ class ModelLayout:
                     shapes.append(_shape(layer, kind, *size, spec.activations, self.experts))
         return tuple(shapes)
 
+    def recordable_shapes(self, spec: Spec) -> tuple[SiteShape, ...]:
+        """Return the sites of :meth:`site_shapes` that guidance can be about: those whose elements are FP4 codes.
+
+        MXFP8 activations have no codes that guided rounding could follow. What an engine records, what a plan weighs
+        and what a trainer expects are all selected from these.
+        """
+        elements = {kind: numerics.element for kind in Kind if (numerics := spec.for_kind(kind)) is not None}
+        return tuple(shape for shape in self.site_shapes(spec) if elements[shape.site.kind] == "e2m1")
+
     def _kv_sizes(self) -> tuple[tuple[Kind, tuple[int, int]], ...]:
         if self.latent_rank is not None and self.rope_dim is not None:
             return (Kind.LATENT, (1, self.latent_rank)), (Kind.K, (1, self.rope_dim))

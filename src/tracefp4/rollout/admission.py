@@ -35,17 +35,9 @@ class Limits:
 def recorded_shapes(layout: ModelLayout, spec: Spec, plan: Plan | None) -> tuple[SiteShape, ...]:
     """The sites that the engine records: those of the plan whose elements are FP4 codes.
 
-    MXFP8 activations have no codes that guided rounding could follow; a plan that holds nothing else is refused by
-    :meth:`Plan.select`.
+    A plan that holds nothing else is refused by :meth:`Plan.select`.
     """
-    if plan is None:
-        return ()
-    shapes = []
-    for shape in layout.site_shapes(spec):
-        numerics = spec.for_kind(shape.site.kind)
-        if numerics is not None and numerics.element == "e2m1":
-            shapes.append(shape)
-    return plan.select(shapes, layout.num_layers)
+    return () if plan is None else plan.select(layout.recordable_shapes(spec), layout.num_layers)
 
 
 def check_request(request: Request, limits: Limits, max_length: int, vocabulary: int) -> None:
