@@ -137,10 +137,13 @@ def collate(examples: Sequence[Example], device: torch.device, pad_id: int = 0) 
 
 def _check(e: Example) -> None:
     if not 0 < e.prompt_length < len(e.tokens):
-        raise GuidanceMismatch(f"sequence {e.index}: prompt of {e.prompt_length} in {len(e.tokens)} tokens leaves no response")
+        raise GuidanceMismatch(
+            f"sequence {e.index}: prompt of {e.prompt_length} in {len(e.tokens)} tokens leaves no response"
+        )
     if e.rollout_logprobs and len(e.rollout_logprobs) != len(e.tokens) - e.prompt_length:
         raise GuidanceMismatch(
-            f"sequence {e.index}: {len(e.rollout_logprobs)} log-probs for {len(e.tokens) - e.prompt_length} response tokens"
+            f"sequence {e.index}: {len(e.rollout_logprobs)} log-probs for "
+            f"{len(e.tokens) - e.prompt_length} response tokens"
         )
     for name, count in (("guidance", e.record and e.record.rows), ("routes", e.routes is not None and len(e.routes))):
         if count and count != e.rows:
@@ -172,7 +175,9 @@ def _stack_guidance(examples: Sequence[Example], width: int, device: torch.devic
     return GuidedRows(guided.flatten().to(device), complete, sites)
 
 
-def _stack_site(site: Site, like: SiteRecord, examples: Sequence[Example], width: int, device: torch.device) -> SiteRecord:
+def _stack_site(
+    site: Site, like: SiteRecord, examples: Sequence[Example], width: int, device: torch.device
+) -> SiteRecord:
     def stack(name: str) -> Tensor | None:
         sample: Tensor | None = getattr(like, name)
         if sample is None:

@@ -1,9 +1,9 @@
 """Checkpoints: everything that an exact resume needs, in safetensors and JSON, with a hash of every file.
 
 A checkpoint is a folder ``step-000012`` holding ``model.safetensors`` (the bfloat16 weights), ``optimizer.safetensors``
-(FP32 masters and moments), ``state.json`` (step, weight version, config hash) and ``manifest.json`` (size and xxh3 hash of
-each file, written last). It is built in a temporary folder and renamed, so a checkpoint exists whole or not at all. A
-flipped bit in a safetensors file loads without an error; the manifest catches it.
+(FP32 masters and moments), ``state.json`` (step, weight version, config hash) and ``manifest.json`` (size and xxh3 hash
+of each file, written last). It is built in a temporary folder and renamed, so a checkpoint exists whole or not at all.
+A flipped bit in a safetensors file loads without an error; the manifest catches it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 import xxhash
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tracefp4.errors import CheckpointError
 
@@ -34,7 +35,9 @@ class TrainState:
     config_hash: str
 
 
-def save(root: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: TrainState, keep: int) -> Path:
+def save(
+    root: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: TrainState, keep: int
+) -> Path:
     """Write a checkpoint atomically and remove all but the newest ``keep``.
 
     Args:
@@ -90,11 +93,41 @@ def load(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], TrainState
         if not file.is_file():
             raise CheckpointError(f"checkpoint file {file} is missing")
         if file.stat().st_size != manifest[name]["bytes"]:
-            raise CheckpointError(f"checkpoint file {file} has {file.stat().st_size} bytes, not {manifest[name]['bytes']}")
+            raise CheckpointError(
+                f"checkpoint file {file} has {file.stat().st_size} bytes, not {manifest[name]['bytes']}"
+            )
         if _hash(file) != manifest[name]["xxh3"]:
             raise CheckpointError(f"checkpoint file {file} was altered: its hash differs from the manifest")
     state = TrainState(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
     return load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors"), state
+
+
+@torch.no_grad()
+def restore(model: nn.Module, weights: Mapping[str, Tensor], label: str) -> None:
+    """Copy weights into a model's parameters.
+
+    Args:
+        model: whose parameters are overwritten.
+        weights: every parameter by name, and nothing else.
+        label: what messages call the source.
+
+    Raises:
+        CheckpointError: a parameter is missing, unknown, or of another shape or dtype; nothing was copied then.
+    """
+    parameters = dict(model.named_parameters())
+    different = sorted(parameters.keys() ^ weights.keys())
+    if different:
+        side = "the model" if different[0] in weights else "it"
+        raise CheckpointError(f"{label} is of another model: {side} has no parameter {different[0]!r}")
+    for name, parameter in parameters.items():
+        tensor = weights[name]
+        if tensor.shape != parameter.shape or tensor.dtype != parameter.dtype:
+            raise CheckpointError(
+                f"{label} is of another model: {name!r} is {tensor.dtype} {tuple(tensor.shape)} there and "
+                f"{parameter.dtype} {tuple(parameter.shape)} here"
+            )
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
 
 
 def _owned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
 """Checking that congruent block scales were restored as the rollout had them.
 
 A congruent scale travels as its low 2 or 3 bits; the trainer supplies the rest from its own block scale. Where the two
-sides are too far apart the restored scale is wrong, and nothing in it shows that. So a checksum of the whole scale bytes
-of each site and 16 tokens travels along. Failures are counted, not repaired: the rate tells whether a plan's scales are
-safe on this model, and a rate that is not near zero means that they are not.
+sides are too far apart the restored scale is wrong, and nothing in it shows that. So a checksum of the whole scale
+bytes of each site and 16 tokens travels along. Failures are counted, not repaired: the rate tells whether a plan's
+scales are safe on this model, and a rate that is not near zero means that they are not.
 """
 
 from __future__ import annotations

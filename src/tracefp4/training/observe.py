@@ -1,10 +1,10 @@
 """How far the trainer's roundings are from the rollout's, counted at every site.
 
-*Flip rate*: share of recorded codes that differ from plain rounding of the trainer's own value at the rollout's scale; how
-often the trainer alone would have gone the other way. *Scale mismatch*: share of block scales that the trainer alone
-would have chosen differently under the rollout's global scale. With whole codes recorded (4 bits) two more are known:
-*wrong codes*, the share of codes the trainer really used that are not the rollout's, and the *relative difference*
-``||Q_train - Q_roll|| / ||Q_roll||``. Sums stay on the device until they are read.
+*Flip rate*: share of recorded codes that differ from plain rounding of the trainer's own value at the rollout's scale;
+how often the trainer alone would have gone the other way. *Scale mismatch*: share of block scales that the trainer
+alone would have chosen differently under the rollout's global scale. With whole codes recorded (4 bits) two more are
+known: *wrong codes*, the share of codes the trainer really used that are not the rollout's, and the *relative
+difference* ``||Q_train - Q_roll|| / ||Q_roll||``. Sums stay on the device until they are read.
 """
 
 from __future__ import annotations
@@ -52,7 +52,15 @@ class Observer:
         self.counts: dict[Site, SiteCounts] = {}
 
     def see(self, site: Site, x: Tensor, result: Quantized, numerics: Numerics, rows: Tensor | None) -> None:
-        """Count one quantization of ``x (vectors, width)`` into ``result``; ``rows`` as in ``TrainerSites.quantize``."""
+        """Count one quantization of ``x (vectors, width)``, which gave ``result``.
+
+        Args:
+            site: which site.
+            x: what was quantized.
+            result: what it became.
+            numerics: the site's.
+            rows: order of ``x`` if not row-major, as in ``TrainerSites.quantize``.
+        """
         truth = self.truth
         recorded = truth.sites.get(site) if truth is not None else None
         if truth is None or recorded is None or recorded.scale_bits != 8:

@@ -49,7 +49,9 @@ class MasterAdamW:
 
     def grad_norm(self) -> Tensor:
         """Global L2 norm of the gradients, float32 scalar on the device."""
-        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in self.params.values() if p.grad is not None]
+        norms = [
+            torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in self.params.values() if p.grad is not None
+        ]
         if not norms:
             raise NonFiniteError("no parameter has a gradient; the loss does not depend on the model")
         return torch.linalg.vector_norm(torch.stack(norms))

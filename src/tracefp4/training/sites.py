@@ -1,13 +1,13 @@
 """What the trainer does at each quantized tensor.
 
-A value that reaches a site is fake-quantized: the forward pass uses ``code x scale``, the backward pass lets the gradient
-through as if nothing had happened (straight-through). Without guidance the site rounds to nearest with its own scales,
-which is quantization-aware training. With guidance it takes the rollout's scales and, of the two FP4 neighbours of each
-value, the one that the recorded bits name (:mod:`tracefp4.quantizers.guided`). Rows without guidance fall back to their
-own rounding and are counted; padding rows are never guided and influence nothing.
+A value that reaches a site is fake-quantized: the forward pass uses ``code x scale``, the backward pass lets the
+gradient through as if nothing had happened (straight-through). Without guidance the site rounds to nearest with its own
+scales, which is quantization-aware training. With guidance it takes the rollout's scales and, of the two FP4 neighbours
+of each value, the one that the recorded bits name (:mod:`tracefp4.quantizers.guided`). Rows without guidance fall back
+to their own rounding and are counted; padding rows are never guided and influence nothing.
 
-The guidance of the micro-batch in flight hangs on :attr:`TrainerSites.batch`. It must stay there until the backward pass
-is done, because gradient checkpointing runs every layer again.
+The guidance of the micro-batch in flight hangs on :attr:`TrainerSites.batch`. It must stay there until the backward
+pass is done, because gradient checkpointing runs every layer again.
 """
 
 from __future__ import annotations
