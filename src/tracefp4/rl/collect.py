@@ -35,6 +35,17 @@ class Experience:
     """Samples that train something, without guidance yet."""
     metrics: dict[str, float]
 
+    def telling(self, group: int, most: int = 4) -> list[int]:
+        """Positions of a few samples that show what was rewarded: half of them the worst, half the best.
+
+        Args:
+            group: samples a prompt; among equal rewards, those of different prompts come first.
+            most: how many.
+        """
+        rewards = self.rewards.tolist()
+        order = sorted(range(len(rewards)), key=lambda i: (rewards[i], i % group, i))
+        return order if len(order) <= most else order[: most // 2] + order[most // 2 - most :]
+
 
 def derive_seed(*parts: object) -> int:
     """A 62-bit seed from a run's seed and whatever names the draw; equal parts give equal seeds on every machine."""
@@ -68,7 +79,9 @@ def sampling_params(config: Config, temperature: float | None = None) -> Samplin
     )
 
 
-def score(rollouts: Sequence[Rollout], items: Sequence[TaskItem], task: Task, decode: Callable[[Sequence[int]], str]) -> tuple[list[str], torch.Tensor]:
+def score(
+    rollouts: Sequence[Rollout], items: Sequence[TaskItem], task: Task, decode: Callable[[Sequence[int]], str]
+) -> tuple[list[str], torch.Tensor]:
     """Decode the responses and score each against its item."""
     texts = [decode(r.response_ids) for r in rollouts]
     scores = task.score_all(items, texts)
@@ -120,13 +133,31 @@ def digest_experience(
             )
         elif store is not None and rollout.guidance is not None:
             store.delete(rollout.guidance)
+    metrics = _summary(rollouts, rewards) | advantages.counts.metrics()
+    return Experience(list(rollouts), list(items), list(texts), rewards, examples, metrics)
+
+
+def _summary(rollouts: Sequence[Rollout], rewards: torch.Tensor) -> dict[str, float]:
     lengths = [len(r.response_ids) for r in rollouts]
-    metrics = {
+    return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(unbiased=False)),
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/max": float(max(lengths)),
         "response_length/truncated": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
-        **advantages.counts.metrics(),
     }
-    return Experience(list(rollouts), list(items), list(texts), rewards, examples, metrics)
+
+
+def guidance_size(rollouts: Sequence[Rollout], values: int) -> dict[str, float]:
+    """What the guidance of a batch weighs, headers and all, whether it was read or not; empty without guidance.
+
+    Args:
+        rollouts: of one step.
+        values: recorded values a token, over all sites of the plan.
+    """
+    shipped = [r for r in rollouts if r.guidance is not None]
+    rows = sum(r.rows for r in shipped)
+    if not rows or not values:
+        return {}
+    size = sum(r.guidance.nbytes for r in shipped if r.guidance is not None)
+    return {"guidance/bytes_per_token": size / rows, "guidance/bits_per_value": 8 * size / (rows * values)}

@@ -14,7 +14,7 @@ import numpy as np
 from tracefp4.core import Rollout, SamplingParams
 from tracefp4.rl.collect import make_requests, score
 from tracefp4.rl.prompts import Prompter
-from tracefp4.rl.statistics import Interval, mean_bootstrap
+from tracefp4.rl.statistics import Interval, mean_bootstrap, wilson
 from tracefp4.rl.tasks import Task, TaskItem
 from tracefp4.rollout.engine import Engine
 
@@ -30,8 +30,15 @@ class Evaluation:
     """``(items, samples)`` float64."""
 
     def mean(self) -> Interval:
-        """Mean score (pass@1 where scores are 0 or 1) with a bootstrap interval over items."""
-        return mean_bootstrap(self.scores.mean(axis=1))
+        """Mean score (pass@1 where scores are 0 or 1) with an interval over items.
+
+        One sample an item that is right or wrong is an independent trial: then the interval is Wilson's, which does not
+        shrink to nothing when all are wrong. Otherwise items are resampled.
+        """
+        scores = self.scores
+        if scores.shape[1] == 1 and np.isin(scores, (0.0, 1.0)).all():
+            return wilson(int(scores.sum()), len(scores))
+        return mean_bootstrap(scores.mean(axis=1))
 
     def metrics(self, task: str) -> dict[str, object]:
         """Scalars for the journal."""

@@ -1,7 +1,7 @@
 """The record of a run: ``metrics.jsonl``, ``samples.jsonl`` and, by name, a tracker.
 
-One JSON object a line, flushed at once, so a run that dies keeps what it measured. On resume, lines at or after the step
-of the checkpoint are cut off: they will be measured again.
+One JSON object a line, flushed at once, so a run that dies keeps what it measured. On resume, lines at or after the
+step of the checkpoint are cut off, and a last line that was not finished: they will be measured again.
 """
 
 from __future__ import annotations
@@ -66,11 +66,6 @@ class Journal:
         self._streams[name].flush()
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """All lines of a journal file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-
-
 def make_tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker | None:
     """The tracker called ``name``; raises :class:`ConfigError` when its package is not installed."""
     if name == "none":
@@ -113,14 +108,21 @@ class _Run:
 
 def _open(path: Path, from_step: int) -> Any:
     if path.exists():
-        kept = [line for line in read(path) if line["step"] < from_step or _evaluation_at(line, from_step)]
-        path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept), encoding="utf-8")
+        finished = path.read_text(encoding="utf-8").rpartition("\n")[0].split("\n")
+        kept = [text for text in finished if text and _is_before(json.loads(text), from_step)]
+        temporary = path.with_suffix(".writing")
+        temporary.write_text("".join(text + "\n" for text in kept), encoding="utf-8")
+        temporary.replace(path)
     return path.open("a", encoding="utf-8")
 
 
-def _evaluation_at(line: Mapping[str, Any], step: int) -> bool:
-    """An evaluation after ``step`` finished steps carries that number, as does the next training step's line."""
-    return line["step"] == step and any(key.startswith("eval/") for key in line)
+def _is_before(line: Mapping[str, Any], step: int) -> bool:
+    """Whether a run that resumes at ``step`` will not write this line again.
+
+    An evaluation after ``step`` finished steps carries that number, as does the next training step's line; it was made
+    before the checkpoint, except the one before all training.
+    """
+    return line["step"] < step or (line["step"] == step > 0 and any(key.startswith("eval/") for key in line))
 
 
 def _finite(value: Any) -> Any:

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tracefp4.config import Config, to_toml
-from tracefp4.errors import CheckpointError, GuidanceMissing, SyncError
+from tracefp4.errors import CheckpointError, SyncError
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.frame import Expectation
 from tracefp4.guidance.memory_store import MemoryStore
@@ -32,14 +30,16 @@ from tracefp4.guidance.sizes import bytes_per_token
 from tracefp4.methods import get_method
 from tracefp4.models.binding import bind
 from tracefp4.models.coverage import Coverage, compare, coverage, probe, render
-from tracefp4.models.layout import describe
 from tracefp4.models.directory import cache_dir
+from tracefp4.models.layout import describe
 from tracefp4.models.loading import load_model
 from tracefp4.models.packing import model_digest
-from tracefp4.rl.collect import digest_experience, make_requests, sampling_params, score
+from tracefp4.rl.clock import Clock
+from tracefp4.rl.collect import Experience, digest_experience, guidance_size, make_requests, sampling_params, score
 from tracefp4.rl.evaluate import evaluate
 from tracefp4.rl.journal import Journal, make_tracker
 from tracefp4.rl.prompts import Prompter
+from tracefp4.rl.reference import Reference
 from tracefp4.rl.setup import check_training, config_hash, resolve_device
 from tracefp4.rl.sft_data import gold_pairs
 from tracefp4.rl.tasks import make_task
@@ -47,10 +47,9 @@ from tracefp4.rl.update import GuidanceSource, Updater
 from tracefp4.rl.warm_start import warm_start
 from tracefp4.rollout.registry import make_engine
 from tracefp4.training import checkpoint
-from tracefp4.training.batch import MicroBatch
 from tracefp4.training.checkpoint import TrainState
 from tracefp4.training.optimizer import MasterAdamW
-from tracefp4.training.policy import token_logprobs
+from tracefp4.training.policy import recompute_layers
 from tracefp4.training.sites import TrainerSites
 
 
@@ -83,8 +82,9 @@ class Run:
         self.rollout_spec, self.trainer_spec = self.method.rollout_spec(spec), self.method.trainer_spec(spec)
         self.plan = Plan.parse(config.plan) if self.method.guided else None
         self.task = make_task(config.task)
-        loaded = load_model(config.policy, device=self.device)
-        self.model, self.tokenizer, self.source = loaded.model, loaded.tokenizer, loaded.source
+        loaded = load_model(config.policy, device=self.device, seed=config.seed)
+        self.model, self.source = loaded.model, loaded.source
+        self.tokenizer: Any = loaded.tokenizer
         self.prompter = Prompter(self.tokenizer, config.task)
         self.warm_start_hash = self._warm_start(warm_progress)
         self.step = self.version = 0
@@ -94,7 +94,7 @@ class Run:
     def _warm_start(self, progress: Callable[[int, float], None] | None) -> str:
         config = self.config
 
-        def pairs(step: int):  # noqa: ANN202
+        def pairs(step: int):
             items = self.task.items("train", config.warm_start.batch_size, (config.seed, "warm-start", step))
             return gold_pairs(items, self.prompter)
 
@@ -120,27 +120,18 @@ class Run:
             store=self.store,
             settings=config.rollout,
         )
-        reference = copy.deepcopy(self.model) if config.loss.kl > 0 else None
+        start = copy.deepcopy(self.model) if config.loss.kl > 0 else None
         if config.train.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(self.model)
         self.layout = describe(self.model)
+        shapes = self.layout.recordable_shapes(self.trainer_spec)
+        self.guided_shapes = () if self.plan is None else self.plan.select(shapes, self.layout.num_layers)
         self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder)
         bind(self.model, self.sites, spec=self.trainer_spec)
         self.optimizer = MasterAdamW(self.model.named_parameters(), config.optimizer)
-        self.updater = Updater(
-            self.model, self.sites, self.optimizer, config, self._reference(reference) if reference is not None else None
-        )
-
-    def _reference(self, model: Any) -> Callable[[MicroBatch], Tensor]:
-        sites = TrainerSites(self.layout, self.trainer_spec)
-        bind(model, sites)
-
-        @torch.no_grad()
-        def logprobs(batch: MicroBatch) -> Tensor:
-            with sites.batch(batch, guided=False):
-                return token_logprobs(model, batch, self.config.sampling.temperature)[0]
-
-        return logprobs
+        temperature = config.sampling.temperature
+        reference = None if start is None else Reference(start, self.layout, self.trainer_spec, temperature)
+        self.updater = Updater(self.model, self.sites, self.optimizer, config, reference)
 
     def describe(self, say: Callable[[str], None]) -> None:
         """Say what this run is: the policy, both sides' coverage, and whether they agree.
@@ -150,7 +141,8 @@ class Run:
         """
         theirs = self.engine.coverage()
         mine = self.trainer_coverage()
-        say(f"policy {self.config.policy} on {self.device}; method {self.method.name}; warm start {self.warm_start_hash}")
+        say(f"policy {self.config.policy} on {self.device}; method {self.method.name}")
+        say(f"warm start {self.warm_start_hash}")
         for key, value in self.source.items():
             say(f"  {key}: {value}")
         say(f"rollout: {render(theirs)}")
@@ -160,7 +152,7 @@ class Run:
         else:
             say(f"trainer: {render(mine)}")
         if self.plan is not None:
-            size = bytes_per_token(self.plan, self.layout.site_shapes(self.rollout_spec), self.layout.num_layers)
+            size = bytes_per_token(self.plan, self.guided_shapes, self.layout.num_layers)
             say(f"guidance {self.plan}: {size:.0f} B a token")
 
     @torch.no_grad()
@@ -183,31 +175,38 @@ class Run:
         config = self.config
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        if self.step == 0 and (self.folder / "metrics.jsonl").exists():
+            self.note(f"{self.folder} holds a run without a checkpoint; it starts anew and its record is replaced")
         tracker = make_tracker(config.tracker, self.folder, config.model_dump(mode="json"))
         journal = Journal(self.folder, tracker, from_step=self.step)
         try:
-            self.sync()
-            if self.step == 0:
-                self._evaluate(journal)
-            deadline = time.monotonic() + 60 * config.max_minutes if config.max_minutes else float("inf")
-            while self.step < config.steps and not stop():
-                metrics = self.run_step(journal)
-                journal.metrics(self.step, metrics)
-                on_step(self.step, metrics)
-                self.step += 1
-                over = self.step == config.steps or time.monotonic() >= deadline
-                every = config.eval.every
-                if over or (every and self.step % every == 0):
-                    self._evaluate(journal)
-                if over:
-                    break
-                if config.train.checkpoint_every and self.step % config.train.checkpoint_every == 0:
-                    self.save()
+            self._loop(journal, on_step, stop)
             if config.train.save_final:
                 self.save()
+            elif self.step < config.steps:
+                self.note(f"stopped at step {self.step} without a checkpoint: train.save_final is false")
         finally:
             journal.close()
             self.task.close()
+
+    def _loop(self, journal: Journal, on_step: Callable[[int, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
+        config = self.config
+        self.sync()
+        if self.step == 0:
+            self._evaluate(journal)
+        deadline = time.monotonic() + 60 * config.max_minutes if config.max_minutes else float("inf")
+        while self.step < config.steps and not stop():
+            metrics = self.run_step(journal)
+            journal.metrics(self.step, metrics)
+            on_step(self.step, metrics)
+            self.step += 1
+            over = self.step == config.steps or time.monotonic() >= deadline
+            if over or (config.eval.every and self.step % config.eval.every == 0):
+                self._evaluate(journal)
+            if over:
+                break
+            if config.train.checkpoint_every and self.step % config.train.checkpoint_every == 0:
+                self.save()
 
     def run_step(self, journal: Journal) -> dict[str, Any]:
         """One step of RL; returns its metrics."""
@@ -220,32 +219,45 @@ class Run:
             rollouts = self.engine.generate(requests, guidance=self.plan is not None)
         repeated = [item for item in items for _ in range(config.train.samples)]
         with clock("reward"):
-            texts, rewards = score(rollouts, repeated, self.task, self.decode)
+            texts, rewards = score(rollouts, repeated, self.task, self.prompter.decode)
         store = self.store if self.plan is not None else None
-        guidance_bytes = sum(r.guidance.nbytes for r in rollouts if r.guidance is not None)
         experience = digest_experience(rollouts, repeated, texts, rewards, config, store)
-        metrics: dict[str, Any] = dict(experience.metrics)
         with clock("train"):
-            if experience.examples:
-                every = config.train.unguided_every
-                metrics |= self.updater.update(
-                    experience.examples, self._loader(rollouts), measure_unguided=bool(every) and self.step % every == 0
-                )
-                self._check_coverage(metrics)
+            trained = self._update(experience)
         with clock("sync"):
             self.store.clear()
             self.version += 1
             self.sync()
+        for i in experience.telling(config.train.samples):
+            journal.sample(self.step, self._sample(experience, i))
+        seconds = clock.metrics()
         tokens = sum(len(r.response_ids) for r in rollouts)
-        metrics |= clock.metrics()
-        metrics["throughput/rollout_tok_s"] = tokens / max(metrics["time/rollout_s"], 1e-9)
-        metrics["throughput/train_tok_s"] = metrics.get("train/tokens", 0.0) / max(metrics["time/train_s"], 1e-9)
-        metrics["weight_version"] = self.version
-        if guidance_bytes:
-            metrics["guidance/bytes_per_token"] = guidance_bytes / sum(r.rows for r in rollouts)
-        for i in range(min(4, len(rollouts))):
-            journal.sample(self.step, {"prompt": self.decode(rollouts[i].prompt_ids), "response": texts[i], "reward": float(rewards[i])})
-        return metrics
+        return {
+            **experience.metrics,
+            **trained,
+            **guidance_size(rollouts, sum(shape.values for shape in self.guided_shapes)),
+            **seconds,
+            "throughput/rollout_tok_s": tokens / max(seconds["time/rollout_s"], 1e-9),
+            "throughput/train_tok_s": trained.get("train/tokens", 0.0) / max(seconds["time/train_s"], 1e-9),
+            "weight_version": self.version,
+        }
+
+    def _update(self, experience: Experience) -> dict[str, float]:
+        if not experience.examples:
+            return {}
+        every = self.config.train.unguided_every
+        unguided = every > 0 and self.step % every == 0
+        return self.updater.update(experience.examples, self._loader(experience.rollouts), measure_unguided=unguided)
+
+    def _sample(self, experience: Experience, i: int) -> dict[str, Any]:
+        item = experience.items[i]
+        return {
+            "item": item.id,
+            "prompt": self.prompter.decode(experience.rollouts[i].prompt_ids),
+            "answer": item.answer,
+            "response": experience.texts[i],
+            "reward": float(experience.rewards[i]),
+        }
 
     def sync(self) -> None:
         """Push the trainer's bfloat16 weights to the engine and prove that both sides quantize the same ones."""
@@ -254,27 +266,17 @@ class Run:
         if digest != mine:
             raise SyncError(f"weights differ after sync {self.version}: engine {digest}, trainer {mine}")
 
-    def decode(self, ids: Any) -> str:
-        """Token ids to text, special tokens left out."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True)
-
     def _loader(self, rollouts: list[Any]) -> GuidanceSource | None:
         if self.plan is None:
             return None
         expect = Expectation(
             numerics_hash=self.rollout_spec.hash,
             plan=str(self.plan),
+            shapes=self.guided_shapes,
             weight_version=self.version,
             max_lag=self.config.train.max_lag,
         )
         return GuidanceSource(self.store, rollouts, expect)
-
-    def _check_coverage(self, metrics: dict[str, Any]) -> None:
-        if self.plan is None:
-            return
-        coverage, least = metrics.get("guidance/coverage", 0.0), self.config.train.min_coverage
-        if coverage < least:
-            raise GuidanceMissing(f"step {self.step}: guidance covers {coverage:.4f} of the rows, less than {least}")
 
     def _evaluate(self, journal: Journal) -> None:
         config = self.config
@@ -288,7 +290,7 @@ class Run:
             samples=config.eval.samples,
             sampling=sampling_params(config, config.eval.temperature),
             seed=config.seed,
-            decode=self.decode,
+            decode=self.prompter.decode,
         ).metrics(self.task.name)
         journal.metrics(self.step, found)
         self.note(f"step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items() if isinstance(v, float)))
@@ -314,36 +316,10 @@ class Run:
             raise CheckpointError(
                 f"{found[-1]} was written with other settings; choose another output_dir or remove the folder"
             )
-        parameters = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, tensor in model.items():
-                parameters[name].copy_(tensor)
+        checkpoint.restore(self.model, model, f"checkpoint {found[-1]}")
         self.optimizer.load(optimizer, state.optimizer_steps)
         self.step, self.version = state.step, state.weight_version
         self.note(f"resumed from {found[-1]}")
 
     def _identity(self) -> str:
         return f"{config_hash(self.config)}-{self.warm_start_hash}"
-
-
-class Clock:
-    """Wall time of the parts of a step."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._start = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Time a ``with`` block; the device is waited for at its end."""
-        start = time.perf_counter()
-        yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        self._seconds[name] = time.perf_counter() - start
-
-    def metrics(self) -> dict[str, float]:
-        """``time/<name>_s`` of each part, and ``time/step_s`` since the clock was made."""
-        return {f"time/{name}_s": s for name, s in self._seconds.items()} | {
-            "time/step_s": time.perf_counter() - self._start
-        }

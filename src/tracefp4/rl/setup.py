@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 import torch
 
 from tracefp4.config import Config
-from tracefp4.errors import ConfigError
+from tracefp4.errors import ConfigError, suggest
+from tracefp4.guidance.plan import Plan
+from tracefp4.methods import get_method
+from tracefp4.quantizers.guided import DECODERS
 
 
 def resolve_device(name: str) -> torch.device:
@@ -35,8 +39,26 @@ def check_training(config: Config) -> None:
         raise ConfigError(
             f"train.minibatches = {config.train.minibatches} does not divide train.prompts = {config.train.prompts}"
         )
+    if get_method(config.method).guided:
+        plan = Plan.parse(config.plan)
+        if not plan:
+            raise ConfigError(
+                f"method {config.method!r} follows a plan, and plan 'none' records nothing; use method 'qat'"
+            )
+        check_decoder(plan, config.decoder)
     if config.loss.overlong_buffer > config.sampling.max_new_tokens:
         raise ConfigError("loss.overlong_buffer is longer than sampling.max_new_tokens")
+
+
+def check_decoder(plan: Plan, decoder: str) -> None:
+    """Raise :class:`ConfigError` for a decoder that is unknown or cannot read the bits of ``plan``."""
+    if decoder not in DECODERS:
+        raise ConfigError(f"unknown decoder {decoder!r}{suggest(decoder, DECODERS)}")
+    if decoder == "replay" and plan.bits != 4:
+        raise ConfigError(
+            f"decoder 'replay' needs whole codes, plan '{plan}' keeps {plan.bits} bits; "
+            f"use decoder 'bracket' or plan '{replace(plan, bits=4)}'"
+        )
 
 
 def config_hash(config: Config) -> str:

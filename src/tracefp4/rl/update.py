@@ -2,8 +2,9 @@
 
 Each micro-batch loads its own guidance by handle, runs one guided forward, and its loss is already divided by the
 denominators of the whole optimizer step. With one optimizer step a batch, the old log-probs *are* those of the update's
-own forward; with more, a guided forward without gradient computes them first. The mismatch of a step is that of the
-first forward, before any update.
+own forward; with more, a guided forward without gradient computes them first, in the micro-batches of the update: the
+same rows beside the same padding, so that the ratio of the first optimizer step is 1 to the last bit. The mismatch of a
+step is that of the first forward, before any update.
 """
 
 from __future__ import annotations
@@ -93,14 +94,20 @@ class Updater:
 
         Returns:
             Metrics of the batch.
+
+        Raises:
+            GuidanceMissing: fewer rows are guided than ``train.min_coverage`` asks for. The optimizer step that would
+                have trained on them was not applied.
         """
+        self.model.train()
         metrics = self._unguided(examples) if measure_unguided and load is not None else {}
         steps = _split(examples, self.config.train.minibatches)
-        old = self._old_logprobs(examples, load) if len(steps) > 1 else None
-        tally = Tally(old)
+        tally = Tally(self._old_logprobs(steps, load) if len(steps) > 1 else None)
         norms = []
         for part in steps:
             self._accumulate(part, load, tally)
+            if load is not None:
+                self._check_coverage(tally)
             norms.append(self.optimizer.step())
         metrics |= tally.metrics()
         failed = self.sites.checks.take()
@@ -113,7 +120,6 @@ class Updater:
     def _accumulate(self, examples: Sequence[Example], load: Loader | None, tally: Tally) -> None:
         lengths = [len(e.tokens) - e.prompt_length for e in examples]
         denominators = Denominators.of(lengths, self.config.sampling.max_new_tokens)
-        self.model.train()
         for batch in self._batches(examples, load):
             observer = Observer() if tally.wants_observation(batch) else None
             with self.sites.batch(batch, observer=observer):
@@ -136,11 +142,21 @@ class Updater:
                 loss.backward()
             tally.add(batch, logprobs.detach(), entropy, loss.detach(), stats, corrected, observer)
 
+    def _check_coverage(self, tally: Tally) -> None:
+        coverage, least = tally.coverage(), self.config.train.min_coverage
+        if coverage < least:
+            self.optimizer.zero_grad()
+            raise GuidanceMissing(
+                f"guidance covers {coverage:.4f} of the rows, less than train.min_coverage = {least}; optimizer step "
+                f"{self.optimizer.steps} was not applied"
+            )
+
     @torch.no_grad()
-    def _old_logprobs(self, examples: Sequence[Example], load: Loader | None) -> dict[int, Tensor]:
+    def _old_logprobs(self, steps: Sequence[Sequence[Example]], load: Loader | None) -> dict[int, Tensor]:
         return {
             index: row[: int(batch.real[b].sum())]
-            for batch in self._batches(examples, load)
+            for part in steps
+            for batch in self._batches(part, load)
             for b, (index, row) in enumerate(zip(batch.index, self._forward(batch, guided=True), strict=True))
         }
 
@@ -156,7 +172,7 @@ class Updater:
         with self.sites.batch(batch, guided=guided):
             return token_logprobs(self.model, batch, self.config.sampling.temperature)[0]
 
-    def _batches(self, examples: Sequence[Example], load: Loader | None):  # noqa: ANN202
+    def _batches(self, examples: Sequence[Example], load: Loader | None):
         for group in plan_micro_batches(examples, self.config.train.micro_tokens):
             yield collate([replace(e, record=load(e)) for e in group] if load else group, self._device)
 
@@ -168,7 +184,8 @@ class Tally:
         self._old = old
         self._deltas: list[np.ndarray] = []
         self._entropy = self._tokens = self._loss = 0.0
-        self._guided = self._sites = 0.0
+        self._guided = self._rows = 0.0
+        self._has_guidance = False
         self._stats: LossStats | None = None
         self._corrected: CorrectionStats | None = None
         self._observed: dict[str, float] = {}
@@ -203,13 +220,18 @@ class Tally:
         self._tokens += float(batch.response.sum())
         self._entropy += float(entropy.sum())
         self._loss += float(loss)
-        self._sites += float(batch.real.sum())
+        self._rows += float(batch.real.sum())
         if batch.guidance is not None:
+            self._has_guidance = True
             self._guided += float(batch.guidance.guided.sum())
         self._stats = stats if self._stats is None else self._stats + stats
         self._corrected = corrected if self._corrected is None else self._corrected + corrected
         if observer is not None:
             self._observed = observer.totals()
+
+    def coverage(self) -> float:
+        """Share of rows that were guided so far. The sites of a plan are recorded together, so it is theirs too."""
+        return self._guided / max(self._rows, 1.0)
 
     def metrics(self) -> dict[str, float]:
         """Scalars for the journal."""
@@ -217,8 +239,8 @@ class Tally:
         out |= {"entropy": self._entropy / max(self._tokens, 1.0), "loss": self._loss, "train/tokens": self._tokens}
         if self._stats is not None and self._corrected is not None:
             out |= self._stats.metrics() | self._corrected.metrics()
-        if self._guided:
-            out["guidance/coverage"] = self._guided / self._sites
+        if self._has_guidance:
+            out["guidance/coverage"] = self.coverage()
         for key in ("flip_rate", "scale_mismatch"):
             if key in self._observed:
                 out[f"guidance/{key}"] = self._observed[key]

@@ -1,8 +1,9 @@
 """Supervised warm start: teach the format and a first accuracy, so that RL has groups with mixed outcomes.
 
-Plain next-token cross-entropy on gold completions, in bfloat16 without quantization, the same start for every method of a
-comparison. It is deterministic, and cached under a hash of everything that shapes it: model weights, task, settings,
-seed. The hash is recorded in the run, and runs with different hashes must not be paired.
+Plain next-token cross-entropy on gold completions, in bfloat16 without quantization, the same start for every method of
+a comparison. It is deterministic, and cached under a hash of everything that shapes it: model weights, task, settings,
+seed, and the micro-batches and kind of device, on which bfloat16 results depend in the last bits. The hash is recorded
+in the run, and runs with different hashes must not be paired.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -23,11 +25,12 @@ from tracefp4.models.binding import bind, unbind
 from tracefp4.models.layout import describe
 from tracefp4.models.packing import model_digest
 from tracefp4.training.batch import Example, collate, plan_micro_batches
+from tracefp4.training.checkpoint import restore
 from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import token_logprobs
 from tracefp4.training.sites import TrainerSites
 
-FORMAT = 1
+FORMAT = 2
 """Raise when a change of this file changes the result."""
 
 Pairs = Callable[[int], Sequence[tuple[tuple[int, ...], tuple[int, ...]]]]
@@ -50,7 +53,7 @@ def warm_start(
         model: causal language model; not bound to sites.
         config: steps, batch, learning rate.
         pairs: training data by step.
-        identity: whatever else shapes the data (task, seed); part of the cache key.
+        identity: whatever else shapes the data (task, seed); part of the cache key. JSON values.
         cache: folder of cached warm starts.
         micro_tokens: padded rows a micro-batch.
         progress: called with the step and its loss.
@@ -59,27 +62,31 @@ def warm_start(
         The hash that names this start, the same in every run that begins from equal weights.
     """
     before = model_digest(model, describe(model), None)
-    key = {"format": FORMAT, "model": before, "config": config.model_dump(), "identity": identity}
+    key: dict[str, object] = {"format": FORMAT, "model": before, "config": config.model_dump(), "identity": identity}
+    key |= {"micro_tokens": micro_tokens, "device": next(model.parameters()).device.type}
     name = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()
     if config.steps == 0:
         return name
     file = cache / f"{name}.safetensors"
-    parameters = dict(model.named_parameters())
     if file.is_file():
-        with torch.no_grad():
-            for key_name, tensor in load_file(file).items():
-                parameters[key_name].copy_(tensor)
+        restore(model, load_file(file), f"warm start {file}")
         return name
     _fine_tune(model, config, pairs, micro_tokens, progress)
     cache.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".writing")
-    save_file({n: p.detach().contiguous().cpu() for n, p in parameters.items()}, temporary)
+    # Several runs of a comparison may make the same start at once; each writes its own file, and equal ones replace
+    # each other.
+    temporary = file.with_suffix(f".writing-{os.getpid()}")
+    save_file({n: p.detach().contiguous().cpu() for n, p in model.named_parameters()}, temporary)
     temporary.rename(file)
     return name
 
 
 def _fine_tune(
-    model: nn.Module, config: WarmStartConfig, pairs: Pairs, micro_tokens: int, progress: Callable[[int, float], None] | None
+    model: nn.Module,
+    config: WarmStartConfig,
+    pairs: Pairs,
+    micro_tokens: int,
+    progress: Callable[[int, float], None] | None,
 ) -> None:
     layout = describe(model)
     sites = TrainerSites(layout, get_spec("bf16"))
@@ -129,8 +136,8 @@ def _schedule(step: int, config: WarmStartConfig) -> float:
 class LoadBalance:
     """Load-balancing loss of the routers, read from their logits.
 
-    For each router ``E * sum_e f_e * p_e`` with ``f_e`` the share of tokens that chose expert ``e`` (divided by top-k) and
-    ``p_e`` its mean probability (Switch Transformer, arXiv 2101.03961, equation 4); 1 when balanced.
+    For each router ``E * sum_e f_e * p_e`` with ``f_e`` the share of tokens that chose expert ``e`` (divided by top-k)
+    and ``p_e`` its mean probability (Switch Transformer, arXiv 2101.03961, equation 4); 1 when balanced.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str] | object, num_experts: int) -> None:

@@ -1,0 +1,31 @@
+"""Wall time of the parts of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Clock:
+    """Measures named parts, and the whole since it was made."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a ``with`` block; the device is waited for at its end."""
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._seconds[name] = time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """``time/<name>_s`` of each part, and ``time/step_s`` since the clock was made."""
+        parts = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+        return parts | {"time/step_s": time.perf_counter() - self._start}

@@ -1,0 +1,434 @@
+"""The loop end to end on a tiny policy: what it records, how it stops, how it resumes, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tracefp4.core import Kind
+from tracefp4.errors import CheckpointError, ConfigError, GuidanceMismatch, GuidanceMissing, GuidanceStale, SyncError
+from tracefp4.guidance import frame
+from tracefp4.rl import run as run_module
+from tracefp4.rl.collect import digest_experience, make_requests, sampling_params, score
+from tracefp4.rl.run import Run
+from tracefp4.rl.update import Tally
+from tracefp4.training.batch import MicroBatch
+
+MakeRun = Callable[..., Run]
+
+ALWAYS = {
+    "reward/mean",
+    "response_length/mean",
+    "time/rollout_s",
+    "time/reward_s",
+    "time/train_s",
+    "time/sync_s",
+    "throughput/rollout_tok_s",
+    "throughput/train_tok_s",
+    "weight_version",
+}
+TRAINED = {
+    "entropy",
+    "mismatch_kl/mean",
+    "mismatch_kl/max",
+    "logprob_diff/min",
+    "logprob_diff/max",
+    "logprob_diff/mean_abs",
+    "logprob_diff/p99",
+    "logprob_diff/p999",
+    "grad_norm",
+    "clip_frac",
+}
+GUIDED = {
+    "mismatch_kl_unguided/mean",
+    "mismatch_kl_unguided/max",
+    "guidance/coverage",
+    "guidance/bits_per_value",
+    "guidance/bytes_per_token",
+    "guidance/flip_rate",
+    "guidance/scale_mismatch",
+}
+
+
+def _train(run: Run, stop_after: int | None = None) -> list[dict[str, Any]]:
+    seen: list[dict[str, Any]] = []
+    run.train(lambda step, metrics: seen.append(metrics), lambda: stop_after is not None and len(seen) >= stop_after)
+    return seen
+
+
+def _lines(run: Run, name: str = "metrics") -> list[dict[str, Any]]:
+    text = (run.folder / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def _without_clocks(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith(("time", "throughput/"))} for line in lines]
+
+
+def _experience(run: Run) -> tuple[list[Any], Any]:
+    """Rollouts of the first step and what is learned from them, with all guidance still in the store."""
+    config = run.config
+    run.sync()
+    items = run.task.items("train", config.train.prompts, (config.seed, "step", 0))
+    requests = make_requests(items, run.prompter, sampling_params(config), config.train.samples, config.seed, "step-0")
+    rollouts = run.engine.generate(requests)
+    repeated = [item for item in items for _ in range(config.train.samples)]
+    texts, rewards = score(rollouts, repeated, run.task, run.prompter.decode)
+    return rollouts, digest_experience(rollouts, repeated, texts, rewards, config, run.store)
+
+
+# What is recorded -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["bf16", "qat", "trace"])
+def test_every_method_runs_and_records_what_the_design_names(make_run: MakeRun, method: str) -> None:
+    run = make_run(f"method={method}", "steps=2")
+    run.describe(lambda _: None)
+    steps = _train(run)
+    trained = [m for m in steps if "grad_norm" in m]
+    assert len(steps) == 2 and trained, "the warm start must leave groups with mixed rewards"
+    for metrics in steps:
+        assert metrics.keys() >= ALWAYS
+    for metrics in trained:
+        assert metrics.keys() >= TRAINED
+        assert (metrics.keys() >= GUIDED) == (method == "trace")
+        assert metrics["grad_norm"] > 0
+    assert all(math.isfinite(v) for m in steps for v in m.values())
+    assert [m["weight_version"] for m in steps] == [1, 2]
+    evaluations = [line for line in _lines(run) if "eval/chain_sum/pass@1" in line]
+    assert [line["step"] for line in evaluations] == [0, 2]
+    low, high = evaluations[0]["eval/chain_sum/pass@1_ci"]
+    assert low <= evaluations[0]["eval/chain_sum/pass@1"] <= high
+
+
+def test_samples_show_answers_and_both_ends_of_the_rewards(make_run: MakeRun) -> None:
+    run = make_run("steps=2")
+    trained = [step for step, metrics in enumerate(_train(run)) if "grad_norm" in metrics]
+    samples = _lines(run, "samples")
+    assert {row["step"] for row in samples} == {0, 1}
+    for step in trained:
+        rows = [row for row in samples if row["step"] == step]
+        assert len(rows) == 4
+        assert min(row["reward"] for row in rows) < max(row["reward"] for row in rows)
+    for row in samples:
+        assert row["prompt"].endswith("=")
+        assert str(eval(row["prompt"][:-1])) == row["answer"]
+        assert (row["response"].strip() == row["answer"]) == (row["reward"] == 1.0)
+
+
+def test_guidance_size_counts_whole_frames(make_run: MakeRun) -> None:
+    run = make_run("steps=1", "eval.items=0")
+    (metrics,) = _train(run)
+    values = sum(shape.values for shape in run.guided_shapes)
+    assert metrics["guidance/bits_per_value"] == pytest.approx(8 * metrics["guidance/bytes_per_token"] / values)
+    assert metrics["guidance/bits_per_value"] > 1 + 8 / 16
+
+
+# Stopping and resuming ------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make_run: MakeRun) -> None:
+    settings = ("eval.every=2", "optimizer.warmup_steps=3")
+    whole = make_run(*settings, folder="whole")
+    _train(whole)
+    first = make_run(*settings, folder="parts")
+    assert len(_train(first, stop_after=2)) == 2
+    second = make_run(*settings, folder="parts")
+    assert (second.step, second.version) == (2, 2)
+    assert len(_train(second)) == 2
+    assert _without_clocks(_lines(second)) == _without_clocks(_lines(whole))
+    assert _lines(second, "samples") == _lines(whole, "samples")
+    assert sum("grad_norm" in line for line in _lines(whole)) >= 3
+    for (name, a), (_, b) in zip(whole.model.named_parameters(), second.model.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+    for name, master in whole.optimizer.state().items():
+        assert torch.equal(master, second.optimizer.state()[name]), name
+
+
+def test_lines_after_the_checkpoint_are_measured_again(make_run: MakeRun) -> None:
+    run = make_run("steps=2")
+    _train(run)
+    with (run.folder / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 2, "reward/mean": 9.0}\n{"step": 3, "rewa')
+    again = make_run("steps=3")
+    _train(again)
+    assert [line["step"] for line in _lines(again)] == [0, 0, 1, 2, 2, 3]
+    assert all(line.get("reward/mean", 0.0) <= 1.0 for line in _lines(again))
+
+
+def test_a_run_without_a_checkpoint_starts_anew_and_says_so(make_run: MakeRun) -> None:
+    notes: list[str] = []
+    _train(make_run("steps=1", "train.save_final=false"))
+    again = make_run("steps=1", "train.save_final=false")
+    again.note = notes.append
+    _train(again)
+    assert [line["step"] for line in _lines(again)] == [0, 0, 1]
+    assert any("starts anew" in note for note in notes)
+
+
+def test_a_stop_request_finishes_the_step_and_writes_a_checkpoint(make_run: MakeRun) -> None:
+    run = make_run()
+    assert len(_train(run, stop_after=1)) == 1
+    assert (run.folder / "checkpoints" / "step-000001" / "manifest.json").is_file()
+    assert [line["step"] for line in _lines(run)] == [0, 0]
+
+
+def test_a_stop_without_a_checkpoint_is_said(make_run: MakeRun) -> None:
+    notes: list[str] = []
+    run = make_run("train.save_final=false")
+    run.note = notes.append
+    _train(run, stop_after=1)
+    assert any("without a checkpoint" in note for note in notes)
+    assert not (run.folder / "checkpoints").exists()
+
+
+def test_other_settings_refuse_to_resume(make_run: MakeRun) -> None:
+    base = ("warm_start.steps=0", "eval.items=0")
+    _train(make_run("steps=1", *base))
+    assert make_run("steps=9", *base).step == 1
+    for change in ("optimizer.lr=2e-4", "seed=1", "method=qat", "warm_start.steps=1"):
+        with pytest.raises(CheckpointError, match="other settings"):
+            make_run("steps=9", *base, change)
+
+
+def test_the_time_budget_evaluates_and_stops(make_run: MakeRun) -> None:
+    run = make_run("max_minutes=1e-6")
+    assert len(_train(run)) == 1
+    assert "eval/chain_sum/pass@1" in _lines(run)[-1]
+    assert (run.folder / "checkpoints" / "step-000001").is_dir()
+
+
+# What is proved and refused -------------------------------------------------------------------------------------------
+
+
+def test_weights_that_differ_after_a_sync_stop_the_run(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run()
+    run.sync()
+    monkeypatch.setattr(run_module, "model_digest", lambda *_: "0" * 32)
+    with pytest.raises(SyncError, match="weights differ after sync 0"):
+        run.sync()
+
+
+def test_a_changed_weight_changes_the_digest(make_run: MakeRun) -> None:
+    run = make_run("warm_start.steps=0")
+    run.sync()
+    engine = run.engine.digest()
+    with torch.no_grad():
+        next(p for name, p in run.model.named_parameters() if name.endswith("down_proj")).mul_(1.5)
+    assert run_module.model_digest(run.model, run.layout, run.rollout_spec.weights) != engine
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sampling.top_p=0.9", "top_p = 1 and top_k = 0"),
+        ("sampling.top_k=5", "top_p = 1 and top_k = 0"),
+        ("train.minibatches=3", "does not divide"),
+        ("method=trac", "did you mean 'trace'"),
+        ("plan=none", "use method 'qat'"),
+        ("decoder=replay", "'r4-all\\+mid'"),
+        ("loss.overlong_buffer=99", "longer than sampling.max_new_tokens"),
+    ],
+)
+def test_contradicting_settings_are_refused_at_once(make_run: MakeRun, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_run(override)
+
+
+def test_guidance_that_trains_nothing_is_deleted_unread(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("steps=1")
+    read: list[str] = []
+    kept: list[tuple[str, ...]] = []
+    real = run.store.get
+    monkeypatch.setattr(run.store, "get", lambda handle: read.append(handle.key) or real(handle))
+    update = run.updater.update
+
+    def spy(examples: Any, load: Any, measure_unguided: bool) -> dict[str, float]:
+        kept.append(run.store.keys())
+        assert len(kept[-1]) == len(examples) < 32
+        return update(examples, load, measure_unguided)
+
+    monkeypatch.setattr(run.updater, "update", spy)
+    _train(run)
+    assert kept and set(read) == set(kept[0])
+    assert run.store.keys() == ()
+    assert run.store.nbytes == 0
+
+
+def test_foreign_guidance_is_refused(make_run: MakeRun) -> None:
+    run = make_run()
+    rollouts, experience = _experience(run)
+    a, b = experience.examples[:2]
+    rollouts[a.index], rollouts[b.index] = (
+        dataclasses.replace(rollouts[a.index], guidance=rollouts[b.index].guidance),
+        dataclasses.replace(rollouts[b.index], guidance=rollouts[a.index].guidance),
+    )
+    before = [p.clone() for p in run.model.parameters()]
+    with pytest.raises(GuidanceMismatch):
+        run.updater.update(experience.examples, run._loader(rollouts), measure_unguided=False)
+    assert all(torch.equal(old, new) for old, new in zip(before, run.model.parameters(), strict=True))
+
+
+def test_stale_absent_and_otherwise_shaped_guidance_is_refused(make_run: MakeRun) -> None:
+    run = make_run()
+    rollouts, experience = _experience(run)
+    example = experience.examples[0]
+    load = run._loader(rollouts)
+    assert load is not None and load(example).rows == example.rows
+    with pytest.raises(GuidanceMismatch, match="expected nothing"):
+        dataclasses.replace(load, expect=dataclasses.replace(load.expect, shapes=run.guided_shapes[1:]))(example)
+    run.version += 1
+    stale = run._loader(rollouts)
+    assert stale is not None
+    with pytest.raises(GuidanceStale):
+        stale(example)
+    rollouts[example.index] = dataclasses.replace(rollouts[example.index], guidance=None)
+    with pytest.raises(GuidanceMissing, match="no guidance handle"):
+        load(example)
+
+
+def test_too_little_coverage_stops_before_the_update(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("optimizer.lr=1e-2")
+    rollouts, experience = _experience(run)
+    source = run._loader(rollouts)
+    assert source is not None
+
+    def half(example: Any) -> Any:
+        record = source(example)
+        return dataclasses.replace(record, valid=torch.arange(record.rows) % 2 == 0)
+
+    before = [p.clone() for p in run.model.parameters()]
+    with pytest.raises(GuidanceMissing, match="less than train.min_coverage = 0.99"):
+        run.updater.update(experience.examples, half, measure_unguided=False)
+    assert all(torch.equal(old, new) for old, new in zip(before, run.model.parameters(), strict=True))
+    assert all(p.grad is None for p in run.model.parameters())
+    tolerant = make_run("train.min_coverage=0.2", folder="tolerant")
+    metrics = tolerant.updater.update(experience.examples, half, measure_unguided=False)
+    assert 0.4 < metrics["guidance/coverage"] < 0.7
+
+
+# The update -----------------------------------------------------------------------------------------------------------
+
+
+def _micro_tokens(run: Run, size: int) -> None:
+    """Set the size of micro-batches after the warm start, which depends on it."""
+    train = run.config.train.model_copy(update={"micro_tokens": size})
+    run.updater.config = run.config.model_copy(update={"train": train})
+
+
+def test_minibatches_use_log_probs_from_before_the_update(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = make_run("optimizer.lr=1e-3", folder="one")
+    rollouts, experience = _experience(one)
+    load = one._loader(rollouts)
+    two = make_run("optimizer.lr=1e-3", "train.minibatches=2", folder="two")
+    for run in (one, two):
+        _micro_tokens(run, 32)
+    single = one.updater.update(experience.examples, load, measure_unguided=False)
+    changes: dict[int, list[float]] = {}
+
+    class Watched(Tally):
+        def add(self, batch: MicroBatch, logprobs: torch.Tensor, *rest: Any) -> None:
+            change = (logprobs - self.old(batch, logprobs))[batch.response].abs().max()
+            changes.setdefault(two.optimizer.steps, []).append(float(change))
+            super().add(batch, logprobs, *rest)
+
+    monkeypatch.setattr("tracefp4.rl.update.Tally", Watched)
+    double = two.updater.update(experience.examples, load, measure_unguided=False)
+    assert (one.optimizer.steps, two.optimizer.steps) == (1, 2)
+    assert len(changes[0]) > 1 and set(changes[0]) == {0.0}
+    assert max(changes[1]) > 0.0
+    assert double["ratio/max"] > 1.0 == single["ratio/max"]
+    # Both are the mismatch before any update; other micro-batches differ in bfloat16's last bits.
+    assert double["logprob_diff/mean_abs"] == pytest.approx(single["logprob_diff/mean_abs"], abs=0.003)
+
+
+def test_micro_batches_change_the_gradient_in_rounding_only(make_run: MakeRun) -> None:
+    run = make_run()
+    rollouts, experience = _experience(run)
+    load = run._loader(rollouts)
+    gradients = []
+    for size in (16384, 24, 1):
+        _micro_tokens(run, size)
+        run.updater._accumulate(experience.examples, load, Tally(None))
+        gradients.append(torch.cat([p.grad.float().flatten() for p in run.model.parameters() if p.grad is not None]))
+        run.optimizer.zero_grad()
+    whole = gradients[0]
+    assert whole.norm() > 0
+    for part in gradients[1:]:
+        assert (part - whole).norm() / whole.norm() < 0.03
+
+
+def test_the_reference_is_neither_guided_nor_replayed(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("loss.kl=0.1", "steps=2", "eval.items=0", "optimizer.lr=1e-3")
+    reference = run.updater._reference
+    assert reference is not None
+    seen: list[tuple[MicroBatch, torch.Tensor]] = []
+
+    def spy(batch: MicroBatch) -> torch.Tensor:
+        seen.append((batch, reference(batch)))
+        return seen[-1][1]
+
+    run.updater._reference = spy
+    steps = _train(run)
+    assert seen and all(batch.guidance is not None and batch.routes is not None for batch, _ in seen)
+    for batch, logprobs in seen:
+        # The reference does not change, and what the rollout recorded does not reach it.
+        assert torch.equal(reference(dataclasses.replace(batch, guidance=None, routes=None)), logprobs)
+    last = [m for m in steps if "grad_norm" in m][-1]
+    assert 0 < last["kl_reference/mean"] < 1
+
+
+def test_a_kl_weight_changes_the_gradient(make_run: MakeRun) -> None:
+    norms = {}
+    for weight in (0.0, 5.0):
+        run = make_run(f"loss.kl={weight}", "steps=2", "eval.items=0", "optimizer.lr=1e-3", folder=f"kl-{weight}")
+        norms[weight] = [m["grad_norm"] for m in _train(run) if "grad_norm" in m]
+    assert norms[0.0] != norms[5.0]
+
+
+# Specs ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", ["mxfp4-w4a8-kv4", "nvfp4-w4a4", "nvfp4-kv4"])
+def test_partial_specs_train_with_the_sites_they_have(make_run: MakeRun, spec: str) -> None:
+    run = make_run(f"spec={spec}", "steps=2", "eval.items=0")
+    said: list[str] = []
+    run.describe(said.append)
+    expected = {
+        "mxfp4-w4a8-kv4": {Kind.K, Kind.V},
+        "nvfp4-w4a4": {Kind.EXPERTS_IN, Kind.EXPERTS_MID},
+        "nvfp4-kv4": {Kind.K, Kind.V},
+    }
+    assert {shape.site.kind for shape in run.guided_shapes} == expected[spec]
+    trained = [m for m in _train(run) if "grad_norm" in m]
+    assert trained and trained[0]["guidance/coverage"] == 1.0
+    per_token = frame.bytes_per_token(run.plan, run.guided_shapes, run.layout.num_layers)  # type: ignore[arg-type]
+    assert any(f"{per_token:.0f} B a token" in line for line in said)
+    assert trained[0]["guidance/bytes_per_token"] > per_token
+
+
+def test_congruent_scales_are_checked_in_every_step(make_run: MakeRun) -> None:
+    run = make_run("plan=r1-all+mid/s3", "steps=2", "eval.items=0")
+    trained = [m for m in _train(run) if "grad_norm" in m]
+    assert trained and all(0 <= m["guidance/scale_check_failures"] < 0.2 for m in trained)
+
+
+def test_gradient_checkpointing_changes_nothing(make_run: MakeRun) -> None:
+    plain = _train(make_run("steps=1", "eval.items=0", folder="plain"))
+    recomputed = _train(make_run("steps=1", "eval.items=0", "train.gradient_checkpointing=true", folder="again"))
+    assert _without_clocks(plain) == _without_clocks(recomputed)
+
+
+def test_the_record_lies_in_the_run_folder(make_run: MakeRun) -> None:
+    run = make_run("steps=1")
+    _train(run)
+    names = {path.name for path in Path(run.folder).iterdir()}
+    assert names >= {"config.toml", "metrics.jsonl", "samples.jsonl", "checkpoints"}
+    assert not {name for name in names if "writing" in name}
