@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -95,33 +95,46 @@ def _fine_tune(
     optimizer = MasterAdamW(
         model.named_parameters(), OptimizerConfig(lr=config.lr, weight_decay=config.weight_decay, beta2=0.99)
     )
-    device = next(model.parameters()).device
     try:
         for step in range(config.steps):
             examples = [
                 Example(tokens=prompt + completion, prompt_length=len(prompt), index=i)
                 for i, (prompt, completion) in enumerate(pairs(step))
             ]
-            total = sum(len(e.tokens) - e.prompt_length for e in examples)
-            loss_sum = 0.0
-            for group in plan_micro_batches(examples, micro_tokens):
-                batch = collate(group, device)
-                if balance is not None:
-                    balance.start()
-                with sites.batch(batch):
-                    logprobs, _ = token_logprobs(model, batch)
-                    loss = -logprobs.sum() / total
-                    loss_sum += float(loss.detach())
-                    if balance is not None:
-                        loss = loss + config.router_aux * balance.take(batch.real) * (len(group) / len(examples))
-                    loss.backward()
+            loss = _backward(model, sites, examples, micro_tokens, config.router_aux, balance)
             optimizer.step(lr=_schedule(step, config))
             if progress is not None:
-                progress(step, loss_sum)
+                progress(step, loss)
     finally:
         if balance is not None:
             balance.close()
         unbind(model)
+
+
+def _backward(
+    model: nn.Module,
+    sites: TrainerSites,
+    examples: Sequence[Example],
+    micro_tokens: int,
+    router_aux: float,
+    balance: LoadBalance | None,
+) -> float:
+    """Add up the gradients of one step; returns the mean cross-entropy of its completion tokens."""
+    device = next(model.parameters()).device
+    total = sum(len(e.tokens) - e.prompt_length for e in examples)
+    loss_sum = 0.0
+    for group in plan_micro_batches(examples, micro_tokens):
+        batch = collate(group, device)
+        if balance is not None:
+            balance.start()
+        with sites.batch(batch):
+            logprobs, _ = token_logprobs(model, batch)
+            loss = -logprobs.sum() / total
+            loss_sum += float(loss.detach())
+            if balance is not None:
+                loss = loss + router_aux * balance.take(batch.real) * (len(group) / len(examples))
+            loss.backward()
+    return loss_sum
 
 
 def _schedule(step: int, config: WarmStartConfig) -> float:
@@ -140,10 +153,10 @@ class LoadBalance:
     and ``p_e`` its mean probability (Switch Transformer, arXiv 2101.03961, equation 4); 1 when balanced.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str] | object, num_experts: int) -> None:
+    def __init__(self, model: nn.Module, names: Iterable[str], num_experts: int) -> None:
         self._seen: list[tuple[Tensor, Tensor]] = []
         self._num_experts = num_experts
-        self._hooks = [model.get_submodule(name).register_forward_hook(self._see) for name in names]  # type: ignore[attr-defined]
+        self._hooks = [model.get_submodule(name).register_forward_hook(self._see) for name in names]
 
     def _see(self, module: nn.Module, args: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
         self._seen.append((output[0], output[2]))

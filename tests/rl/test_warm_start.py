@@ -1,0 +1,169 @@
+"""The warm start: the same start everywhere, made once, and named by everything that shapes it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tracefp4.config import WarmStartConfig
+from tracefp4.errors import CheckpointError
+from tracefp4.models.tiny import tiny_model
+from tracefp4.rl import warm_start as module
+from tracefp4.rl.warm_start import LoadBalance, warm_start
+
+CONFIG = WarmStartConfig(steps=3, batch_size=4, lr=1e-3, router_aux=0.1)
+
+
+def _pairs(step: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    draw = torch.Generator().manual_seed(step)
+    return [
+        (
+            tuple(torch.randint(3, 200, (2 + i,), generator=draw).tolist()),
+            tuple(torch.randint(3, 200, (3,), generator=draw).tolist()),
+        )
+        for i in range(4)
+    ]
+
+
+def _start(model: nn.Module, cache: Path, config: WarmStartConfig = CONFIG, **changes: Any) -> str:
+    arguments: dict[str, Any] = {"identity": {"seed": 0}, "cache": cache, "micro_tokens": 16} | changes
+    return warm_start(model, config, _pairs, **arguments)
+
+
+def _equal(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_two_starts_are_bit_for_bit_equal_and_differ_from_the_model(tmp_path: Path, family: str) -> None:
+    model = tiny_model(family)
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    losses: list[float] = []
+    name = _start(first, tmp_path / "a", progress=lambda _, loss: losses.append(loss))
+    assert name == _start(second, tmp_path / "b")
+    assert _equal(first, second)
+    assert not _equal(first, model)
+    assert len(losses) == 3 and all(loss > 0 for loss in losses)
+    assert all(p.grad is None for p in first.parameters())
+
+
+def test_the_second_call_loads_and_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("qwen3_moe")
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    name = _start(first, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.safetensors"]
+
+    def never(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(module, "_fine_tune", never)
+    assert _start(second, tmp_path, progress=lambda *_: never()) == name
+    assert _equal(first, second)
+
+
+def test_a_cached_start_of_another_model_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    name = _start(copy.deepcopy(model), tmp_path)
+    other = tiny_model("qwen3_moe", num_hidden_layers=1)
+    other_name = _start(copy.deepcopy(other), tmp_path)
+    (tmp_path / f"{name}.safetensors").replace(tmp_path / f"{other_name}.safetensors")
+    with pytest.raises(CheckpointError, match="another model"):
+        _start(other, tmp_path)
+
+
+def test_the_hash_names_everything_that_shapes_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_fine_tune", lambda *_: None)
+    model = tiny_model("qwen3_moe")
+    names = [_start(model, tmp_path)]
+    for key, value in {"steps": 4, "batch_size": 5, "lr": 2e-3, "router_aux": 0.0, "weight_decay": 0.1}.items():
+        names.append(_start(model, tmp_path, CONFIG.model_copy(update={key: value})))
+    assert {*CONFIG.model_dump()} == {"steps", "batch_size", "lr", "router_aux", "weight_decay"}
+    names.append(_start(model, tmp_path, identity={"seed": 1}))
+    names.append(_start(model, tmp_path, micro_tokens=32))
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1
+    names.append(_start(model, tmp_path))
+    names.append(_start(model, tmp_path, CONFIG.model_copy(update={"steps": 0})))
+    assert len(set(names)) == len(names)
+
+
+def test_no_steps_change_nothing(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    before = copy.deepcopy(model)
+    _start(model, tmp_path, CONFIG.model_copy(update={"steps": 0}))
+    assert _equal(model, before)
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    losses: list[float] = []
+    pairs = _pairs(0)
+    warm_start(
+        model,
+        WarmStartConfig(steps=12, batch_size=4, lr=3e-3),
+        lambda _: pairs,
+        identity={},
+        cache=tmp_path,
+        micro_tokens=64,
+        progress=lambda _, loss: losses.append(loss),
+    )
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# Load balance ---------------------------------------------------------------------------------------------------------
+
+
+class _Router(nn.Module):
+    """Returns what it is given, as a router does: logits, weights, indices."""
+
+    def forward(self, logits: torch.Tensor, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return logits, logits, indices
+
+
+def _loss(cases: list[tuple[torch.Tensor, torch.Tensor]], real: torch.Tensor, experts: int) -> float:
+    model = nn.ModuleDict({"router": _Router()})
+    balance = LoadBalance(model, ["router"], experts)
+    balance.start()
+    for logits, indices in cases:
+        model["router"](logits, indices)
+    out = float(balance.take(real))
+    balance.close()
+    return out
+
+
+def test_a_balanced_router_has_loss_one() -> None:
+    # 4 tokens, 4 experts, top-2: every expert is chosen twice, all are equally likely.
+    indices = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]])
+    assert _loss([(torch.zeros(4, 4), indices)], torch.ones(1, 4, dtype=torch.bool), 4) == pytest.approx(1.0)
+
+
+def test_a_collapsed_router_has_a_loss_of_the_number_of_experts_over_top_k() -> None:
+    # All mass on experts 0 and 1, which are always chosen: 4 * (1/2 * 1/2 + 1/2 * 1/2) = 2.
+    logits = torch.tensor([[0.0, 0.0, -1e4, -1e4]]).expand(6, 4)
+    indices = torch.tensor([[0, 1]]).expand(6, 2)
+    assert _loss([(logits, indices)], torch.ones(2, 3, dtype=torch.bool), 4) == pytest.approx(2.0)
+
+
+def test_a_hand_computed_mixture() -> None:
+    # Shares (3/4, 1/4), mean probabilities (0.65, 0.35): 2 * (0.75 * 0.65 + 0.25 * 0.35) = 1.15.
+    chances = torch.tensor([0.9, 0.8, 0.7, 0.2])
+    logits = torch.stack([chances, 1 - chances], dim=-1).log()
+    indices = torch.tensor([[0], [0], [0], [1]])
+    assert _loss([(logits, indices)], torch.ones(1, 4, dtype=torch.bool), 2) == pytest.approx(1.15)
+
+
+def test_padding_does_not_count_and_routers_are_averaged() -> None:
+    balanced = (torch.zeros(4, 4), torch.tensor([[0, 1], [2, 3], [0, 0], [0, 0]]))
+    collapsed = (
+        torch.tensor([[0.0, 0.0, -1e4, -1e4]] * 2 + [[0.0] * 4] * 2),
+        torch.tensor([[0, 1], [0, 1], [2, 3], [2, 3]]),
+    )
+    real = torch.tensor([[True, True], [False, False]])
+    assert _loss([balanced], real, 4) == pytest.approx(1.0)
+    assert _loss([balanced, collapsed], real, 4) == pytest.approx(1.5)
