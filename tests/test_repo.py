@@ -1,6 +1,7 @@
 """House rules that a program can check, and that the documents tell the truth about files and commands."""
 
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -195,3 +196,21 @@ def test_extras_named_by_the_doctor_exist():
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     assert set(EXTRAS) <= set(extras)
+
+
+def test_every_task_option_is_documented_with_its_default():
+    from tracefp4.rl.tasks.base import PromptOptions
+    from tracefp4.rl.tasks.files import FilesOptions
+    from tracefp4.rl.tasks.reasoning_gym import ReasoningGymOptions
+
+    page = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    places = {ReasoningGymOptions: "## Procedural", FilesOptions: "## Data sets", PromptOptions: "## Prompts"}
+    missing = []
+    for model, heading in places.items():
+        section = page.split(heading)[1].split("\n## ")[0]
+        for name, field in model.model_fields.items():
+            default = field.get_default(call_default_factory=True)
+            text = "required" if field.is_required() else "" if name == "prompt" else f"`{json.dumps(default)}`"
+            if f"| `{name}` | {text} |".replace("  ", " ") not in section:
+                missing.append(f"{model.__name__}.{name} with default {text}")
+    assert not missing
