@@ -46,6 +46,7 @@ def run(
         )
     )
     if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     emit(found, as_json=as_json, text=_text(found))
 
@@ -58,7 +59,6 @@ def _text(found: dict[str, Any]) -> str:
         f"  {name}: {number(row['estimate'])}  [{number(row['low'])}, {number(row['high'])}]"
         for name, row in found["pass"].items()
     ]
-    lines += [
-        f"  mean score: {number(found['score']['estimate'])}  [{number(found['score']['low'])}, {number(found['score']['high'])}]"
-    ]
+    score = found["score"]
+    lines += [f"  mean score: {number(score['estimate'])}  [{number(score['low'])}, {number(score['high'])}]"]
     return "\n".join(lines)

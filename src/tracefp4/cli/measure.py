@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracefp4.cli.console import JsonOption, emit, number, stderr_console
+
+if TYPE_CHECKING:
+    from tracefp4.evaluation.rows import Measurement
 
 
 def run(
@@ -61,8 +64,9 @@ def run(
     emit(found.to_dict(), as_json=as_json, text=_table(found))
 
 
-def _table(found) -> str:  # noqa: ANN001
-    head = f"{found.model}, {found.spec} ({found.numerics}) on {found.device}: {found.tokens} response tokens, {found.prompts} prompts"
+def _table(found: Measurement) -> str:
+    head = f"{found.model}, {found.spec} ({found.numerics}) on {found.device}"
+    head += f": {found.tokens} response tokens, {found.prompts} prompts"
     columns = [
         "trainer",
         "plan",

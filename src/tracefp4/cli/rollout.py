@@ -32,28 +32,30 @@ def run(
 ) -> None:
     """Generate with FP4 experts, activations and KV cache, recording guidance."""
     from tracefp4.core import SamplingParams
-    from tracefp4.evaluation.generate import generate
+    from tracefp4.evaluation.generate import GenerateSettings, generate
 
     texts = list(prompt or [])
     if prompts is not None:
         try:
             texts += [line for line in prompts.read_text(encoding="utf-8").splitlines() if line]
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"prompt file {str(prompts)!r} cannot be read: {error}") from error
     if not texts:
         raise ConfigError("no prompt; give --prompt TEXT or --prompts FILE")
     sampling = SamplingParams(temperature, top_p, top_k, max_new_tokens, tuple(stop or ()), (), seed)
     found = generate(
-        model,
-        texts,
-        sampling,
-        spec=spec,
-        numerics=numerics,
-        plan=plan,
-        samples=samples,
-        device=device,
-        plain=plain,
-        folder=guidance_dir,
+        GenerateSettings(
+            model=model,
+            prompts=tuple(texts),
+            sampling=sampling,
+            spec=spec,
+            numerics=numerics,
+            plan=plan,
+            samples=samples,
+            device=device,
+            plain=plain,
+            folder=guidance_dir,
+        )
     )
     emit(found, as_json=as_json, text=_text(found))
 

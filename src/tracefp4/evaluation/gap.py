@@ -1,8 +1,8 @@
 """The gap of two paths: log-probabilities of the same tokens, computed by the rollout and by the trainer.
 
 ``score`` runs a trainer forward over finished rollouts and returns, for every response token,
-``delta = log p_train - log p_rollout``. Nothing is trained. The same rollouts are scored by several trainers (BF16, QAT,
-guided by this plan or that), so their rows differ in the trainer alone.
+``delta = log p_train - log p_rollout``. Nothing is trained. The same rollouts are scored by several trainers (BF16,
+QAT, guided by this plan or that), so their rows differ in the trainer alone.
 """
 
 from __future__ import annotations

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tracefp4.config import EngineConfig, TaskConfig
-from tracefp4.core import Request, SamplingParams
+from tracefp4.core import Request, Rollout, SamplingParams
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.sizes import account
+from tracefp4.guidance.store import Store
 from tracefp4.models.layout import describe
 from tracefp4.models.loading import load_model
 from tracefp4.rl.prompts import Prompter
@@ -20,75 +23,85 @@ from tracefp4.rl.tasks.base import TaskItem
 from tracefp4.rollout.registry import make_engine
 
 
-def generate(
-    model: str,
-    prompts: Sequence[str],
-    sampling: SamplingParams,
-    *,
-    spec: str,
-    numerics: str,
-    plan: str,
-    samples: int,
-    device: str,
-    plain: bool,
-    folder: Path | None,
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class GenerateSettings:
+    """What :func:`generate` is asked for; the command's options."""
+
+    model: str
+    prompts: tuple[str, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    spec: str = "nvfp4-w4a4-kv4"
+    numerics: str = "nvfp4-te"
+    plan: str = "r1-all+mid"
+    """``none`` records nothing."""
+    samples: int = 1
+    device: str = "auto"
+    plain: bool = False
+    """Take prompts as they are instead of through the chat template."""
+    folder: Path | None = None
+    """Keep guidance frames here; in memory when ``None``."""
+
+
+def generate(wanted: GenerateSettings) -> dict[str, Any]:
     """Generate with the embedded engine.
 
-    Args:
-        model: name or path.
-        prompts: texts.
-        sampling: temperature, truncation, length, stops, seed.
-        spec: deployment.
-        numerics: arithmetic of the FP4 formats.
-        plan: guidance to record; ``none`` records nothing.
-        samples: samples a prompt.
-        device: ``auto``, ``cpu``, ``cuda``.
-        plain: take prompts as they are instead of through the chat template.
-        folder: keep guidance frames here; in memory when ``None``.
-
     Returns:
-        ``{"model", "spec", "plan", "samples": [...], "guidance": {...} or None}``.
+        ``{"model", "spec", "numerics", "plan", "sites", "samples": [...], "guidance": {...} or None}``; ``sites`` is
+        the number of recorded ones.
     """
-    where = resolve_device(device)
-    loaded = load_model(model, device=where)
-    deployed, recorded = get_spec(spec, numerics), None if plan == "none" else Plan.parse(plan)
-    store = MemoryStore() if folder is None else FileStore(folder)
-    chat = not plain and getattr(loaded.tokenizer, "chat_template", None) is not None
-    style = {"prompt": {"style": "chat" if chat else "plain"}}
-    prompter = Prompter(loaded.tokenizer, TaskConfig(options=style))
+    spec, plan = get_spec(wanted.spec, wanted.numerics), Plan.parse(wanted.plan) or None
+    loaded = load_model(wanted.model, device=resolve_device(wanted.device))
+    tokenizer: Any = loaded.tokenizer
+    layout = describe(loaded.model)
+    sites = () if plan is None else plan.select(layout.recordable_shapes(spec), layout.num_layers)
+    prompter = _prompter(tokenizer, wanted.plain)
     requests = [
-        Request(f"prompt-{i}", prompter.encode(TaskItem(str(i), text)), samples, sampling) for i, text in enumerate(prompts)
+        Request(f"prompt-{i}", prompter.encode(TaskItem(str(i), text)), wanted.samples, wanted.sampling)
+        for i, text in enumerate(wanted.prompts)
     ]
-    longest = max(len(r.prompt_ids) for r in requests) + sampling.max_new_tokens
-    settings = EngineConfig(max_tokens=max(16384, 2 * longest))
-    shapes = describe(loaded.model).site_shapes(deployed)
+    longest = max(len(r.prompt_ids) for r in requests) + wanted.sampling.max_new_tokens
+    settings = EngineConfig()
+    pages = -(-2 * longest // settings.page_size)  # Samples of one prompt copy its last page.
+    settings = settings.model_copy(update={"max_tokens": max(settings.max_tokens, pages * settings.page_size)})
+    store: Store = MemoryStore() if wanted.folder is None else FileStore(wanted.folder)
     engine = make_engine(
-        "embedded", model=loaded.model, tokenizer=loaded.tokenizer, spec=deployed, plan=recorded, store=store, settings=settings
+        "embedded", model=loaded.model, tokenizer=tokenizer, spec=spec, plan=plan, store=store, settings=settings
     )
-    engine.sync(dict(loaded.model.named_parameters()), 0)
-    rollouts = engine.generate(requests, guidance=recorded is not None)
-    rows = [
-        {
-            "prompt": prompts[int(r.request_id.removeprefix("prompt-"))],
-            "text": loaded.tokenizer.decode(list(r.response_ids), skip_special_tokens=True),
-            "tokens": len(r.response_ids),
-            "finish_reason": r.finish_reason,
-            "mean_logprob": sum(r.logprobs) / max(len(r.logprobs), 1),
-            "guidance": None if r.guidance is None else {"key": r.guidance.key, "bytes": r.guidance.nbytes},
-        }
-        for r in rollouts
-    ]
-    found = {"model": model, "spec": spec, "numerics": numerics, "plan": plan, "samples": rows, "guidance": None}
-    if recorded is not None:
-        from tracefp4.guidance.sizes import account
+    rollouts = engine.generate(requests, guidance=plan is not None)
+    return {
+        "model": wanted.model,
+        "spec": wanted.spec,
+        "numerics": wanted.numerics,
+        "plan": wanted.plan,
+        "sites": len(sites),
+        "samples": [_sample(rollout, wanted.prompts, prompter) for rollout in rollouts],
+        "guidance": None if plan is None else _weight(rollouts, store),
+    }
 
-        frames = [store.get(r.guidance) for r in rollouts if r.guidance is not None]
-        parts: dict[str, int] = {}
-        for frame in frames:
-            for name, size in account(frame).items():
+
+def _prompter(tokenizer: Any, plain: bool) -> Prompter:
+    chat = not plain and getattr(tokenizer, "chat_template", None) is not None
+    return Prompter(tokenizer, TaskConfig(options={"prompt": {"style": "chat" if chat else "plain"}}))
+
+
+def _sample(rollout: Rollout, prompts: Sequence[str], prompter: Prompter) -> dict[str, Any]:
+    handle = rollout.guidance
+    return {
+        "prompt": prompts[int(rollout.request_id.removeprefix("prompt-"))],
+        "text": prompter.decode(rollout.response_ids),
+        "tokens": len(rollout.response_ids),
+        "finish_reason": rollout.finish_reason,
+        "mean_logprob": sum(rollout.logprobs) / max(len(rollout.logprobs), 1),
+        "guidance": None if handle is None else {"key": handle.key, "bytes": handle.nbytes},
+    }
+
+
+def _weight(rollouts: Sequence[Rollout], store: Store) -> dict[str, Any]:
+    """Bytes of all frames, by part."""
+    parts: dict[str, int] = {}
+    for rollout in rollouts:
+        if rollout.guidance is not None:
+            for name, size in account(store.get(rollout.guidance)).items():
                 parts[name] = parts.get(name, 0) + size
-        total = sum(r.guidance.nbytes for r in rollouts if r.guidance is not None)
-        found["guidance"] = {"bytes": total, "bytes_per_token": total / sum(r.rows for r in rollouts), "parts": parts}
-        found["sites"] = len(recorded.select(shapes, describe(loaded.model).num_layers))
-    return found
+    total = parts.pop("total", 0)
+    return {"bytes": total, "bytes_per_token": total / sum(r.rows for r in rollouts), "parts": parts}

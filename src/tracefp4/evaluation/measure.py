@@ -1,7 +1,7 @@
 """``measure``: how far apart rollout and trainer are on a given model, and what each plan of guidance would change.
 
-One engine generates with FP4 and records whole codes (4 bits, every site); a second one generates in BF16. Then the same
-tokens are scored by one trainer after another:
+One engine generates with FP4 and records whole codes (4 bits, every site); a second one generates in BF16. Then the
+same tokens are scored by one trainer after another:
 
 ``bf16_floor``   BF16 rollout, BF16 trainer: what two correct bfloat16 paths differ by
 ``fp4_vs_bf16``  FP4 rollout, BF16 trainer: quantization on one side only
@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from tracefp4 import config as settings
 from tracefp4.config import EngineConfig
 from tracefp4.core import Request, Rollout, SamplingParams, SiteShape
-from tracefp4.evaluation.gap import Scored, score
+from tracefp4.errors import ConfigError
+from tracefp4.evaluation.gap import score
+from tracefp4.evaluation.rows import Measurement, Row, gap_row
 from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.guidance import frame
 from tracefp4.guidance.memory_store import MemoryStore
@@ -39,8 +40,7 @@ from tracefp4.models.layout import describe
 from tracefp4.models.loading import load_model
 from tracefp4.rl.collect import make_requests
 from tracefp4.rl.prompts import Prompter
-from tracefp4.rl.setup import resolve_device
-from tracefp4.rl.statistics import cluster_sums, ratio_bootstrap
+from tracefp4.rl.setup import check_decoder, resolve_device
 from tracefp4.rl.tasks import make_task
 from tracefp4.rollout.registry import make_engine
 from tracefp4.training.observe import Observer
@@ -71,74 +71,13 @@ DEFAULT_TASK = {
     "kind": "reasoning_gym",
     "name": "measure",
     "options": {
-        "generators": [{"name": name} for name in ("chain_sum", "basic_arithmetic", "letter_counting", "number_sorting")],
+        "generators": [
+            {"name": name} for name in ("chain_sum", "basic_arithmetic", "letter_counting", "number_sorting")
+        ],
         "prompt": {"style": "chat"},
     },
 }
 """Prompts of a measurement that names no task."""
-
-
-@dataclass(slots=True)
-class Row:
-    """One trainer on one set of rollouts."""
-
-    name: str
-    plan: str | None
-    decoder: str | None
-    route_replay: bool
-    k3: float
-    k3_ci: tuple[float | None, float | None]
-    mean_abs: float
-    max: float
-    min: float
-    p999: float
-    wrong_code_rate: float | None
-    bytes_per_token: float | None
-    scale_check_failures: float | None = None
-
-
-@dataclass(slots=True)
-class Measurement:
-    """Everything that one ``measure`` found."""
-
-    model: str
-    spec: str
-    numerics: str
-    device: str
-    tokens: int
-    prompts: int
-    rows: list[Row] = field(default_factory=list)
-    sites: list[dict[str, Any]] = field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
-
-def gap_row(
-    name: str, scored: Scored, prompts: Sequence[int], *, plan: str | None, decoder: str | None, replay: bool, size: float | None
-) -> Row:
-    """Summarise deltas into a row; ``prompts`` gives the prompt number of each rollout."""
-    delta = scored.all
-    k3 = np.expm1(delta) - delta
-    clusters = np.repeat(np.asarray(prompts), [len(d) for d in scored.deltas])
-    interval = ratio_bootstrap(*cluster_sums(k3, clusters))
-    totals = scored.observer.totals()
-    return Row(
-        name=name,
-        plan=plan,
-        decoder=decoder,
-        route_replay=replay,
-        k3=interval.estimate,
-        k3_ci=(interval.low, interval.high),
-        mean_abs=float(np.abs(delta).mean()),
-        max=float(delta.max()),
-        min=float(delta.min()),
-        p999=float(np.quantile(np.abs(delta), 0.999)),
-        wrong_code_rate=totals.get("wrong_code_rate"),
-        bytes_per_token=size,
-        scale_check_failures=scored.scale_check_failures,
-    )
 
 
 class Gauge:
@@ -162,7 +101,7 @@ class Gauge:
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.model, self.spec, self.layout = model, spec, describe(model)
-        self.shapes: tuple[SiteShape, ...] = self.layout.site_shapes(spec)
+        self.shapes: tuple[SiteShape, ...] = self.layout.recordable_shapes(spec)
         self._weights: dict[str | None, WeightOperands] = {}
         self._temperature, self._micro_tokens, self._note = temperature, micro_tokens, note
         self.rows: list[Row] = []
@@ -185,7 +124,15 @@ class Gauge:
         part = [restrict(record, plan, self.shapes, self.layout.num_layers) for record in truth]
         size = bytes_per_token(plan, self.shapes, self.layout.num_layers)
         self._score(
-            "guided", self.spec, rollouts, guidance=part, truth=truth, plan=str(plan), decoder=decoder, replay=replay, size=size
+            "guided",
+            self.spec,
+            rollouts,
+            guidance=part,
+            truth=truth,
+            plan=str(plan),
+            decoder=decoder,
+            replay=replay,
+            size=size,
         )
 
     def _score(
@@ -263,10 +210,15 @@ def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: Non
     Args:
         wanted: model, spec, plans, sizes.
         note: called with a line whenever something is done.
+
+    Raises:
+        ConfigError: a plan that is unknown, or selects no site of this model and spec; before anything is generated.
     """
     device = resolve_device(wanted.device)
     loaded = load_model(wanted.model, device=device)
     spec = get_spec(wanted.spec, wanted.numerics)
+    layout = describe(loaded.model)
+    plans = _plans(wanted, layout.recordable_shapes(spec), layout.num_layers, note)
     requests = _requests(wanted, loaded)
     sampled = {name: _generate(loaded, one, plan, requests, wanted.max_batch) for name, one, plan in (
         ("fp4", spec, Plan.parse(FULL_PLAN)), ("bf16", get_spec("bf16"), None))}  # fmt: skip
@@ -276,7 +228,7 @@ def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: Non
     gauge = Gauge(loaded.model, spec, temperature=wanted.temperature, micro_tokens=wanted.micro_tokens, note=note)
     gauge.floor(sampled["bf16"][0])
     gauge.unguided(rollouts, truth)
-    for plan, decoder in _plans(wanted, gauge.layout.num_layers):
+    for plan, decoder in plans:
         gauge.guided(rollouts, truth, plan, decoder)
     if wanted.own_routes:
         gauge.unguided(rollouts, truth, replay=False)
@@ -299,7 +251,8 @@ def _requests(wanted: MeasureSettings, loaded: LoadedModel) -> list[Request]:
     task = make_task(tree.task)
     sampling = SamplingParams(temperature=wanted.temperature, max_new_tokens=wanted.max_new_tokens)
     items = task.items("train", wanted.prompts, ("measure", wanted.seed))
-    prompter = Prompter(loaded.tokenizer, tree.task)
+    tokenizer: Any = loaded.tokenizer
+    prompter = Prompter(tokenizer, tree.task)
     task.close()
     return make_requests(items, prompter, sampling, wanted.samples, wanted.seed, "measure")
 
@@ -326,10 +279,26 @@ def _generate(
     return rollouts, [frame.decode(store.get(r.guidance)) for r in rollouts if r.guidance is not None]
 
 
-def _plans(wanted: MeasureSettings, num_layers: int) -> list[tuple[Plan, str]]:
-    # "half" is the paper's depth, which depends on the model.
-    rows = [(p, d or "bracket") for p, _, d in (text.partition("@") for text in wanted.plans)] or DEFAULT_ROWS
-    return [(Plan.parse(plan.replace("-half", f"-l{max(1, num_layers // 2)}")), decoder) for plan, decoder in rows]
+def _plans(
+    wanted: MeasureSettings, shapes: Sequence[SiteShape], num_layers: int, note: Callable[[str], None]
+) -> list[tuple[Plan, str]]:
+    """The plans asked for, or those default ones that select something under this spec."""
+    Plan.parse(FULL_PLAN).select(shapes, num_layers)
+    asked = [(plan, decoder or "bracket") for plan, _, decoder in (text.partition("@") for text in wanted.plans)]
+    rows = []
+    for name, decoder in asked or DEFAULT_ROWS:
+        # "half" is the paper's depth, which depends on the model.
+        plan = Plan.parse(name.replace("-half", f"-l{max(1, num_layers // 2)}"))
+        try:
+            plan.select(shapes, num_layers)
+        except ConfigError:
+            if asked:
+                raise
+            note(f"guided {name} {decoder}: left out, spec {wanted.spec} has no such site")
+            continue
+        check_decoder(plan, decoder)
+        rows.append((plan, decoder))
+    return rows
 
 
 def _device_name(device: torch.device) -> str:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tracefp4 import config as settings
 from tracefp4.config import Config
 from tracefp4.errors import CheckpointError, ConfigError
@@ -54,11 +52,16 @@ def evaluate_policy(wanted: EvalSettings) -> dict[str, Any]:
         ConfigError: no task is known, or ``samples`` is less than the largest ``k``.
     """
     if max(wanted.ks) > wanted.samples:
-        raise ConfigError(f"pass@{max(wanted.ks)} needs at least {max(wanted.ks)} samples an item, got {wanted.samples}")
+        raise ConfigError(
+            f"pass@{max(wanted.ks)} needs at least {max(wanted.ks)} samples an item, got {wanted.samples}"
+        )
     tree, loaded = load_policy(wanted.model, wanted.config, wanted.overrides, wanted.device)
     deployed = get_spec(tree.spec, tree.numerics)
-    spec = get_method(tree.method).rollout_spec(deployed) if wanted.spec is None else get_spec(wanted.spec, tree.numerics)
-    task = make_task(tree.task)
+    spec = (
+        get_method(tree.method).rollout_spec(deployed) if wanted.spec is None else get_spec(wanted.spec, tree.numerics)
+    )
+    tokenizer: Any = loaded.tokenizer
+    prompter, task = Prompter(tokenizer, tree.task), make_task(tree.task)
     engine = make_engine(
         tree.engine,
         model=loaded.model,
@@ -73,12 +76,12 @@ def evaluate_policy(wanted: EvalSettings) -> dict[str, Any]:
         found = evaluate(
             engine,
             task,
-            Prompter(loaded.tokenizer, tree.task),
+            prompter,
             items=wanted.items,
             samples=wanted.samples,
             sampling=sampling_params(tree, wanted.temperature),
             seed=wanted.seed,
-            decode=lambda ids: loaded.tokenizer.decode(list(ids), skip_special_tokens=True),
+            decode=prompter.decode,
         )
     finally:
         task.close()
@@ -107,14 +110,11 @@ def load_policy(name: str, config: Path | None, overrides: tuple[str, ...], devi
     if config is None and not is_run:
         raise ConfigError(f"{name!r} is not a run; give --config FILE, whose task is evaluated")
     tree = settings.load(config if config is not None else folder / "config.toml", overrides)
-    loaded = load_model(tree.policy if is_run else name, device=resolve_device(device))
+    loaded = load_model(tree.policy if is_run else name, device=resolve_device(device), seed=tree.seed)
     if is_run:
         found = checkpoint.complete(folder / "checkpoints")
         if not found:
             raise CheckpointError(f"run {name!r} has no complete checkpoint")
         weights, _, _ = checkpoint.load(found[-1])
-        parameters = dict(loaded.model.named_parameters())
-        with torch.no_grad():
-            for key, tensor in weights.items():
-                parameters[key].copy_(tensor)
+        checkpoint.restore(loaded.model, weights, f"checkpoint {found[-1]}")
     return tree, loaded

@@ -1,0 +1,180 @@
+"""``measure`` on a tiny model: the rows that it promises, and what must hold between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tracefp4.core import Kind, Rollout
+from tracefp4.errors import ConfigError
+from tracefp4.evaluation import measure as module
+from tracefp4.evaluation.gap import Scored
+from tracefp4.evaluation.measure import DEFAULT_ROWS, Gauge, MeasureSettings, measure
+from tracefp4.evaluation.rows import Measurement, Row, gap_row
+from tracefp4.formats.spec import get_spec
+from tracefp4.models.tiny import tiny_model
+from tracefp4.rl.statistics import cluster_sums, ratio_bootstrap
+
+SMALL = MeasureSettings(
+    model="tiny:qwen3_moe",
+    plans=("r4-all+mid@replay", "r1-all+mid", "r1-all+mid/s3", "r1-all:kv"),
+    prompts=3,
+    samples=2,
+    max_new_tokens=12,
+    max_batch=4,
+    device="cpu",
+    own_routes=True,
+)
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[Measurement, list[Sequence[Rollout]], list[Scored]]:
+    """One measurement, with the rollouts and the deltas behind each row."""
+    rollouts: list[Sequence[Rollout]] = []
+    deltas: list[Scored] = []
+    real = module.score
+
+    def spy(model, sites, given, **kwargs):
+        rollouts.append(given)
+        deltas.append(real(model, sites, given, **kwargs))
+        return deltas[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "score", spy)
+        found = measure(SMALL)
+    return found, rollouts, deltas
+
+
+def _row(found: Measurement, name: str, plan: str | None = None, replay: bool = True) -> Row:
+    (row,) = [r for r in found.rows if (r.name, r.plan, r.route_replay) == (name, plan, replay)]
+    return row
+
+
+def test_every_row_is_there(measured) -> None:
+    found, _, _ = measured
+    assert [row.name for row in found.rows] == ["bf16_floor", "fp4_vs_bf16", "qat", *["guided"] * 4, "qat", "guided"]
+    assert [row.route_replay for row in found.rows] == [True] * 7 + [False] * 2
+    assert found.prompts == 3
+    assert found.device == "cpu"
+    for row in found.rows:
+        assert row.k3 >= 0 and row.mean_abs >= 0
+        assert row.min <= row.max
+        assert row.k3_ci[0] is not None and row.k3_ci[1] is not None
+        assert row.k3_ci[0] <= row.k3 <= row.k3_ci[1]
+        assert (row.bytes_per_token is not None) == (row.name == "guided")
+
+
+def test_guidance_narrows_the_gap(measured) -> None:
+    found, _, _ = measured
+    qat, guided = _row(found, "qat"), _row(found, "guided", "r1-all+mid")
+    assert guided.k3 <= qat.k3
+    assert guided.wrong_code_rate is not None and qat.wrong_code_rate is not None
+    assert guided.wrong_code_rate < qat.wrong_code_rate
+    assert guided.k3 <= _row(found, "guided", "r1-all:kv").k3
+    assert _row(found, "bf16_floor").k3 < _row(found, "fp4_vs_bf16").k3
+
+
+def test_replayed_codes_are_the_rollouts(measured) -> None:
+    found, _, _ = measured
+    assert _row(found, "guided", "r4-all+mid").wrong_code_rate == 0.0
+    differences = [s["relative_difference"] for s in found.sites if s["decoder"] == "replay"]
+    assert differences and max(differences) == 0.0
+
+
+def test_rows_differ_in_the_trainer_alone(measured) -> None:
+    found, rollouts, deltas = measured
+    assert all(given is rollouts[1] for given in rollouts[2:])
+    assert rollouts[0] is not rollouts[1]
+    assert [len(d) for d in deltas[1].deltas] == [len(r.response_ids) for r in rollouts[1]]
+    assert found.tokens == sum(len(r.response_ids) for r in rollouts[1])
+
+
+def test_intervals_resample_prompts(measured) -> None:
+    found, rollouts, deltas = measured
+    numbers = [0, 0, 1, 1, 2, 2]
+    assert [r.request_id for r in rollouts[1]] == [f"measure-{n}" for n in numbers]
+    delta = deltas[2].all
+    clusters = np.repeat(numbers, [len(d) for d in deltas[2].deltas])
+    expected = ratio_bootstrap(*cluster_sums(np.expm1(delta) - delta, clusters))
+    row = _row(found, "qat")
+    assert (row.k3, row.k3_ci) == (expected.estimate, (expected.low, expected.high))
+    assert expected.clusters == 3
+
+
+def test_one_prompt_has_no_interval() -> None:
+    scored = Scored([np.array([0.1, -0.2]), np.array([0.0])], [np.zeros(2), np.zeros(1)])
+    row = gap_row("qat", scored, [0, 0], plan=None, decoder=None, replay=True, size=None)
+    assert row.k3_ci == (None, None)
+    assert row.mean_abs == pytest.approx(0.1)
+    assert row.wrong_code_rate is None
+
+
+def test_sites_are_reported_for_each_quantized_row(measured) -> None:
+    found, _, _ = measured
+    qat = [s for s in found.sites if s["row"] == "qat"]
+    assert [(s["layer"], s["kind"]) for s in qat] == [
+        (layer, kind) for layer in (0, 1) for kind in sorted(("experts_in", "experts_mid", "k", "v"))
+    ]
+    assert all({"flip_rate", "scale_mismatch", "relative_difference", "wrong_code_rate"} <= s.keys() for s in qat)
+
+
+def test_bytes_grow_with_the_plan(measured) -> None:
+    found, _, _ = measured
+    sizes = [row.bytes_per_token for row in found.rows if row.plan and row.route_replay]
+    whole, one_bit, congruent, kv = sizes
+    assert whole > one_bit > congruent > kv > 0
+
+
+def test_mxfp8_activations_are_measured_without_their_guidance() -> None:
+    notes: list[str] = []
+    found = measure(
+        MeasureSettings("tiny:qwen3_moe", "mxfp4-w4a8-kv4", prompts=2, samples=1, max_new_tokens=4, device="cpu"),
+        notes.append,
+    )
+    assert {s["kind"] for s in found.sites} == {"k", "v"}
+    assert len([row for row in found.rows if row.name == "guided"]) == len(DEFAULT_ROWS)
+    replayed = _first(found, "r4-all+mid", "replay")
+    assert replayed.wrong_code_rate == 0.0
+    # K and V of two heads in two layers: 32 values, a 4-bit code each and one scale byte.
+    assert replayed.bytes_per_token == 2 * 2 * 2 * (32 / 2 + 1)
+
+
+def _first(found: Measurement, plan: str, decoder: str) -> Row:
+    return next(row for row in found.rows if (row.plan, row.decoder) == (plan, decoder))
+
+
+def test_default_plans_without_a_site_are_left_out_and_named() -> None:
+    notes: list[str] = []
+    found = measure(
+        MeasureSettings("tiny:qwen3_moe", "nvfp4-w4a4", prompts=2, samples=1, max_new_tokens=2, device="cpu"),
+        notes.append,
+    )
+    assert "r1-all:kv" not in {row.plan for row in found.rows}
+    assert [note for note in notes if "left out" in note] == [
+        "guided r1-all:kv bracket: left out, spec nvfp4-w4a4 has no such site"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"plans": ("r1-al",)}, "did you mean 'r1-all'"),
+        ({"plans": ("r1-all@brakcet",)}, "did you mean 'bracket'"),
+        ({"plans": ("r1-all@replay",)}, "whole codes"),
+        ({"plans": ("r1-all:kv",), "spec": "nvfp4-w4a4"}, "selects no site"),
+        ({"plans": ("r1-l9",)}, "the model has 2"),
+        ({"spec": "bf16"}, "selects no site"),
+    ],
+)
+def test_wrong_plans_are_refused_before_anything_is_generated(changes, message, monkeypatch) -> None:
+    monkeypatch.setattr("tracefp4.evaluation.measure._generate", lambda *_: pytest.fail("generated"))
+    with pytest.raises(ConfigError, match=message):
+        measure(MeasureSettings("tiny:qwen3_moe", device="cpu", **changes))
+
+
+def test_a_gauge_knows_what_can_be_recorded() -> None:
+    model = tiny_model("qwen3_moe")
+    assert {shape.site.kind for shape in Gauge(model, get_spec("mxfp4-w4a8-kv4")).shapes} == {Kind.K, Kind.V}
+    assert len(Gauge(model, get_spec("mxfp4-w4a4-kv4")).shapes) == 8
