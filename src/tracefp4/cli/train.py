@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 
 from tracefp4.cli.console import JsonOption, LiveMetrics, emit, progress, stderr_console
+from tracefp4.errors import ConfigError
 
 
 def run(
@@ -22,8 +24,8 @@ def run(
 ) -> None:
     """Train a policy by RL with FP4 rollouts; resumes from the newest checkpoint of its output folder.
 
-    Writes config.toml, metrics.jsonl, samples.jsonl, checkpoints/ and report.html to the output folder. Ctrl-C finishes
-    the current step, writes a checkpoint and stops; a second one stops at once.
+    Writes config.toml, metrics.jsonl, samples.jsonl, summary.json, checkpoints/ and report.html to the output folder.
+    Ctrl-C finishes the current step, writes a checkpoint and stops; a second one stops at once.
     """
     from tracefp4 import config as settings
 
@@ -31,23 +33,38 @@ def run(
     if dry_run:
         emit(tree.model_dump(mode="json"), as_json=as_json, text=settings.to_toml(tree))
         return
-    from tracefp4.report.run_report import write_report
+    from tracefp4.cli.doctor import environment
+    from tracefp4.report.run_report import update_summary
     from tracefp4.rl.run import Run
 
     console = stderr_console()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
     with progress("warm start", tree.warm_start.steps) as warm:
-        trainer = Run(tree, note=console.print, warm_progress=lambda step, loss: warm.advance())
-    trainer.describe(console.print)
+        trainer = Run(tree, note=say, warm_progress=lambda step, loss: warm.advance())
+    trainer.describe(say)
+    facts = {"environment": environment(), "policy": trainer.source, "warm_start": trainer.warm_start_hash}
+    update_summary(tree.output_dir, facts)
     with LiveMetrics(tree.steps, start=trainer.step) as live, _stop_on_interrupt() as stop:
         trainer.note = live.note
         trainer.train(live.update, lambda: stop.asked)
-    report = write_report(Path(tree.output_dir))
-    done = {"steps": trainer.step, "interrupted": stop.asked, "output_dir": tree.output_dir, "report": str(report)}
-    emit(
-        done,
-        as_json=as_json,
-        text=f"{'stopped' if stop.asked else 'finished'} at step {trainer.step}; report: {report}",
-    )
+    report = _report(Path(tree.output_dir), say)
+    done = {"steps": trainer.step, "interrupted": stop.asked, "output_dir": tree.output_dir, "report": report}
+    verb = "stopped" if stop.asked else "finished"
+    emit(done, as_json=as_json, text=f"{verb} at step {trainer.step}; report: {report or 'none'}")
+
+
+def _report(folder: Path, say: Callable[[str], None]) -> str | None:
+    """Write the page. The run is complete without it, so a machine that cannot draw is told and nothing more."""
+    from tracefp4.report.run_report import write_report
+
+    try:
+        return str(write_report(folder))
+    except ConfigError as error:
+        say(f"no report: {error}")
+        return None
 
 
 @contextmanager
@@ -58,7 +75,8 @@ def _stop_on_interrupt() -> Iterator[types.SimpleNamespace]:
 
     def ask(number: int, frame: types.FrameType | None) -> None:
         state.asked = True
-        stderr_console().print("stopping after this step; once more to stop at once")
+        # Not print: the signal may have come in the middle of one.
+        os.write(2, b"stopping after this step; once more to stop at once\n")
         for each, handler in before.items():
             signal.signal(each, handler)
 

@@ -1,0 +1,61 @@
+"""One finished run of a tiny policy, for the commands that read runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tracefp4.cli import main
+
+CONFIG = """
+policy = "tiny-moe"
+device = "cpu"
+steps = 2
+
+[task]
+kind = "reasoning_gym"
+name = "chain_sum"
+[task.options]
+config = { min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }
+template = "{expression}="
+extract = "last_line"
+
+[warm_start]
+steps = 10
+batch_size = 16
+lr = 3e-3
+
+[sampling]
+max_new_tokens = 4
+
+[rollout]
+max_tokens = 1024
+max_batch = 32
+
+[train]
+prompts = 4
+samples = 8
+
+[eval]
+items = 4
+"""
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A config file, and a cache of the session's own."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "tiny.toml").write_text(CONFIG, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRACEFP4_CACHE", str(folder / "cache"))
+        yield folder / "tiny.toml"
+
+
+@pytest.fixture(scope="session")
+def trained(config: Path) -> Path:
+    """The folder of a finished run."""
+    folder = config.parent / "run"
+    assert main.run(["train", str(config), "--set", f"output_dir={folder}"]) == 0
+    return folder
