@@ -58,6 +58,19 @@ def test_gradient_norm_is_clipped():
     assert optimizer.step() == pytest.approx(3.0 * 32**0.5)
 
 
+def test_gradients_of_micro_batches_add_up_in_fp32():
+    layer = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    optimizer = MasterAdamW(layer.named_parameters(), OptimizerConfig(max_grad_norm=1e9))
+    for value in (1.0, *[2.0**-9] * 256):
+        layer.weight.grad = torch.full_like(layer.weight, value)
+        optimizer.collect()
+        assert layer.weight.grad is None
+    # in bfloat16, 1 + 2^-9 is 1, however often it is added
+    assert optimizer.gradients()["weight"].item() == 1.5
+    assert optimizer.step() == 1.5
+    assert not optimizer.gradients()
+
+
 def test_state_restores_exactly_and_refuses_foreign_shapes():
     layer, optimizer = _pair(torch.bfloat16)
     grads = [torch.randn(4, 8, generator=torch.Generator().manual_seed(s)).bfloat16() for s in range(4)]

@@ -140,6 +140,7 @@ class Updater:
                     ref_logprobs=None if self._reference is None else self._reference(batch),
                 )
                 loss.backward()
+            self.optimizer.collect()
             tally.add(batch, logprobs.detach(), entropy, loss.detach(), stats, corrected, observer)
 
     def _check_coverage(self, tally: Tally) -> None:

@@ -30,7 +30,7 @@ from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import token_logprobs
 from tracefp4.training.sites import TrainerSites
 
-FORMAT = 2
+FORMAT = 3
 """Raise when a change of this file changes the result."""
 
 Pairs = Callable[[int], Sequence[tuple[tuple[int, ...], tuple[int, ...]]]]
@@ -101,7 +101,7 @@ def _fine_tune(
                 Example(tokens=prompt + completion, prompt_length=len(prompt), index=i)
                 for i, (prompt, completion) in enumerate(pairs(step))
             ]
-            loss = _backward(model, sites, examples, micro_tokens, config.router_aux, balance)
+            loss = _backward(model, sites, optimizer, examples, micro_tokens, config.router_aux, balance)
             optimizer.step(lr=_schedule(step, config))
             if progress is not None:
                 progress(step, loss)
@@ -114,6 +114,7 @@ def _fine_tune(
 def _backward(
     model: nn.Module,
     sites: TrainerSites,
+    optimizer: MasterAdamW,
     examples: Sequence[Example],
     micro_tokens: int,
     router_aux: float,
@@ -134,6 +135,7 @@ def _backward(
             if balance is not None:
                 loss = loss + router_aux * balance.take(batch.real) * (len(group) / len(examples))
             loss.backward()
+        optimizer.collect()
     return loss_sum
 
 

@@ -3,6 +3,7 @@
 A bfloat16 weight has 8 bits of precision: an update below 1/256 of its value vanishes when it is added in place. So the
 optimizer keeps an FP32 *master* of each parameter, updates that, and rounds it into the model. The forward pass, and
 with it the quantizer, sees the bfloat16 weights; the engine is synced from those as well, never from the masters.
+Gradients of several micro-batches are added up in FP32 for the same reason.
 """
 
 from __future__ import annotations
@@ -42,16 +43,34 @@ class MasterAdamW:
             foreach=True,
         )
 
-    def zero_grad(self) -> None:
-        """Drop all gradients of the model."""
-        for p in self.params.values():
+    def collect(self) -> None:
+        """Add the model's gradients to those of the masters, in FP32, and drop them from the model.
+
+        To be called after each micro-batch: bfloat16 gradients that are added up in place lose what is below 1/256 of
+        the sum, more with every micro-batch.
+        """
+        for name, p in self.params.items():
+            if p.grad is None:
+                continue
+            master = self.masters[name]
+            if master.grad is None:
+                master.grad = p.grad.to(torch.float32)
+            else:
+                master.grad.add_(p.grad)
             p.grad = None
 
+    def zero_grad(self) -> None:
+        """Drop all gradients, of the model and of the masters."""
+        for name, p in self.params.items():
+            p.grad = self.masters[name].grad = None
+
+    def gradients(self) -> dict[str, Tensor]:
+        """FP32 gradients by name of the parameter, as collected so far; parameters without one are left out."""
+        return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
+
     def grad_norm(self) -> Tensor:
-        """Global L2 norm of the gradients, float32 scalar on the device."""
-        norms = [
-            torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in self.params.values() if p.grad is not None
-        ]
+        """Global L2 norm of the collected gradients, float32 scalar on the device."""
+        norms = [torch.linalg.vector_norm(grad) for grad in self.gradients().values()]
         if not norms:
             raise NonFiniteError("no parameter has a gradient; the loss does not depend on the model")
         return torch.linalg.vector_norm(torch.stack(norms))
@@ -66,18 +85,20 @@ class MasterAdamW:
             The gradient norm before clipping.
 
         Raises:
-            NonFiniteError: the norm is NaN or infinite. Nothing was changed then.
+            NonFiniteError: the norm is NaN or infinite. Only the gradients are gone then.
         """
+        self.collect()
         norm = float(self.grad_norm())
         if not math.isfinite(norm):
+            self.zero_grad()
             raise NonFiniteError(f"gradient norm is {norm} at optimizer step {self.steps}; the step was not applied")
         scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
         for group in self._adam.param_groups:
             group["lr"] = self.learning_rate() if lr is None else lr
-        for name, p in self.params.items():
-            self.masters[name].grad = None if p.grad is None else p.grad.to(torch.float32) * scale
+        if scale < 1.0:
+            for grad in self.gradients().values():
+                grad.mul_(scale)
         self._adam.step()
-        self._adam.zero_grad(set_to_none=True)
         with torch.no_grad():
             for name, p in self.params.items():
                 p.copy_(self.masters[name])
