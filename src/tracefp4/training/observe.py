@@ -4,7 +4,8 @@
 how often the trainer alone would have gone the other way. *Scale mismatch*: share of block scales that the trainer
 alone would have chosen differently under the rollout's global scale. With whole codes recorded (4 bits) two more are
 known: *wrong codes*, the share of codes the trainer really used that are not the rollout's, and the *relative
-difference* ``||Q_train - Q_roll|| / ||Q_roll||``. Sums stay on the device until they are read.
+difference* ``||Q_train - Q_roll|| / ||Q_roll||``. Congruent scales are taken as restored;
+:mod:`tracefp4.training.checks` counts those that are restored wrongly. Sums stay on the device until they are read.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from tracefp4.core import Site
 from tracefp4.formats.blocks import Quantized, block_scales, encode, normalize
 from tracefp4.formats.numerics import Numerics
+from tracefp4.quantizers.guided import rollout_scales
 from tracefp4.training.batch import GuidedRows
 
 
@@ -63,12 +65,13 @@ class Observer:
         """
         truth = self.truth
         recorded = truth.sites.get(site) if truth is not None else None
-        if truth is None or recorded is None or recorded.scale_bits != 8:
+        if truth is None or recorded is None:
             return
         outcome = recorded.outcome(rows)
         mask = truth.guided.repeat_interleave(recorded.shape.vectors)
         mask = (mask if rows is None else mask[rows])[:, None]
-        z = normalize(x, outcome.scales, outcome.global_scale, numerics)
+        scales = rollout_scales(x, outcome, numerics)
+        z = normalize(x, scales, outcome.global_scale, numerics)
         own = block_scales(x, outcome.global_scale, numerics)
         keep = (1 << outcome.bits) - 1
         plain = encode(z, numerics)
@@ -77,13 +80,13 @@ class Observer:
             values=mask.sum(dtype=torch.float64) * x.shape[-1],
             blocks=blocks,
             flips=_sum(_differ(plain & keep, outcome.low) & mask),
-            scale_misses=_sum((own != outcome.scales) & mask),
+            scale_misses=_sum((own != scales) & mask),
             wrong_codes=_sum(_differ(result.codes & keep, outcome.low) & mask),
             difference=_sum(blocks * 0),
             energy=_sum(blocks * 0),
         )
         if outcome.bits == 4:
-            theirs = Quantized(outcome.low, outcome.scales, outcome.global_scale, numerics).dequantize(torch.float32)
+            theirs = Quantized(outcome.low, scales, outcome.global_scale, numerics).dequantize(torch.float32)
             ours = result.dequantize(torch.float32)
             counts.difference = _sum(((ours - theirs) ** 2) * mask)
             counts.energy = _sum((theirs**2) * mask)
