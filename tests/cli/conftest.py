@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,18 +43,24 @@ items = 4
 
 
 @pytest.fixture(scope="session")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A config file, and a cache of the session's own."""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config, a cache and a finished run, made once."""
     folder = tmp_path_factory.mktemp("commands")
     (folder / "tiny.toml").write_text(CONFIG, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRACEFP4_CACHE", str(folder / "cache"))
-        yield folder / "tiny.toml"
-
-
-@pytest.fixture(scope="session")
-def trained(config: Path) -> Path:
-    """The folder of a finished run."""
-    folder = config.parent / "run"
-    assert main.run(["train", str(config), "--set", f"output_dir={folder}"]) == 0
+        assert main.run(["train", str(folder / "tiny.toml"), "--set", f"output_dir={folder / 'run'}"]) == 0
     return folder
+
+
+@pytest.fixture
+def config(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The config file; the cache is the shared one."""
+    monkeypatch.setenv("TRACEFP4_CACHE", str(shared / "cache"))
+    return shared / "tiny.toml"
+
+
+@pytest.fixture
+def trained(shared: Path, config: Path) -> Path:
+    """The folder of the finished run."""
+    return shared / "run"

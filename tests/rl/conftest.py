@@ -35,17 +35,15 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache of the session's own, so that the warm start is made once and nothing is left behind."""
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRACEFP4_CACHE", str(folder))
-        yield folder
+    return tmp_path_factory.mktemp("cache")
 
 
 @pytest.fixture
-def make_run(cache: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+def make_run(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Run]]:
     """``make_run("train.samples=4", ..., folder=...)`` builds a run of :data:`SMALL` with overrides."""
+    monkeypatch.setenv("TRACEFP4_CACHE", str(cache))
     made: list[Run] = []
 
     def make(*overrides: str, folder: str = "run") -> Run:
