@@ -75,9 +75,9 @@ def test_ids_within_a_page_are_unique_or_equal_glyphs(write_run):
 def test_page_names_failed_scale_checks(write_run):
     folder = write_run(steps=3)
     with (folder / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 3, "guidance/scale_check_failures": 4.0, "time/step_s": 9.5}\n')
+        stream.write('{"step": 3, "guidance/scale_check_failures": 0.04, "time/step_s": 9.5}\n')
     page = write_report(folder).read_text()
-    assert "4 checks of restored block scales failed" in page
+    assert "4.00% of the checks of restored block scales failed" in page
     assert "9.50 s a step" in page
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tracefp4.config import EngineConfig, TaskConfig
 from tracefp4.core import Request, Rollout, SamplingParams
-from tracefp4.formats.spec import get_spec
+from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
@@ -32,7 +32,7 @@ class GenerateSettings:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     spec: str = "nvfp4-w4a4-kv4"
     numerics: str = "nvfp4-te"
-    plan: str = "r1-all+mid"
+    plan: str = "auto"
     """``none`` records nothing."""
     samples: int = 1
     device: str = "auto"
@@ -49,7 +49,8 @@ def generate(wanted: GenerateSettings) -> dict[str, Any]:
         ``{"model", "spec", "numerics", "plan", "sites", "samples": [...], "guidance": {...} or None}``; ``sites`` is
         the number of recorded ones.
     """
-    spec, plan = get_spec(wanted.spec, wanted.numerics), Plan.parse(wanted.plan) or None
+    spec = get_spec(wanted.spec, wanted.numerics)
+    plan = _plan(wanted.plan, spec)
     loaded = load_model(wanted.model, device=resolve_device(wanted.device))
     tokenizer: Any = loaded.tokenizer
     layout = describe(loaded.model)
@@ -72,7 +73,7 @@ def generate(wanted: GenerateSettings) -> dict[str, Any]:
         "model": wanted.model,
         "spec": wanted.spec,
         "numerics": wanted.numerics,
-        "plan": wanted.plan,
+        "plan": "none" if plan is None else str(plan),
         "sites": len(sites),
         "samples": [_sample(rollout, wanted.prompts, prompter) for rollout in rollouts],
         "guidance": None if plan is None else _weight(rollouts, store),
@@ -105,3 +106,10 @@ def _weight(rollouts: Sequence[Rollout], store: Store) -> dict[str, Any]:
                 parts[name] = parts.get(name, 0) + size
     total = parts.pop("total", 0)
     return {"bytes": total, "bytes_per_token": total / sum(r.rows for r in rollouts), "parts": parts}
+
+
+def _plan(name: str, spec: Spec) -> Plan | None:
+    """``auto`` records every site in one bit, or nothing where the spec has no site to record."""
+    if name != "auto":
+        return Plan.parse(name) or None
+    return Plan.parse("r1-all+mid") if spec.activations is not None or spec.kv is not None else None

@@ -142,9 +142,10 @@ def _sample(row: dict[str, Any]) -> str:
 
 def _notes(run: Run) -> list[str]:
     lines = list(run.notes)
-    failures = sum(run.series("guidance/scale_check_failures").values)
-    if failures:
-        lines.append(f"{failures:.0f} checks of restored block scales failed: some scales were not the rollout's.")
+    failures = run.series("guidance/scale_check_failures").values
+    if any(failures):
+        share = sum(failures) / len(failures)
+        lines.append(f"{share:.2%} of the checks of restored block scales failed: some scales were not the rollout's.")
     missing = missing_metrics(run)
     if missing:
         lines.append("Not recorded in this run, and therefore not shown: " + ", ".join(missing) + ".")

@@ -41,7 +41,7 @@ from tracefp4.rl.journal import Journal, make_tracker
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
 from tracefp4.rl.setup import check_training, config_hash, resolve_device
-from tracefp4.rl.sft_data import gold_pairs
+from tracefp4.rl.sft_data import check_targets, gold_pairs
 from tracefp4.rl.tasks import make_task
 from tracefp4.rl.update import GuidanceSource, Updater
 from tracefp4.rl.warm_start import warm_start
@@ -93,6 +93,8 @@ class Run:
 
     def _warm_start(self, progress: Callable[[int, float], None] | None) -> str:
         config = self.config
+        if config.warm_start.steps:
+            check_targets(self.task, seed=(config.seed, "check-targets"))
 
         def pairs(step: int):
             items = self.task.items("train", config.warm_start.batch_size, (config.seed, "warm-start", step))
@@ -219,7 +221,9 @@ class Run:
             rollouts = self.engine.generate(requests, guidance=self.plan is not None)
         repeated = [item for item in items for _ in range(config.train.samples)]
         with clock("reward"):
+            before = self.task.counts.copy()
             texts, rewards = score(rollouts, repeated, self.task, self.prompter.decode)
+            unscored = self.task.counts - before
         store = self.store if self.plan is not None else None
         experience = digest_experience(rollouts, repeated, texts, rewards, config, store)
         with clock("train"):
@@ -234,6 +238,7 @@ class Run:
         tokens = sum(len(r.response_ids) for r in rollouts)
         return {
             **experience.metrics,
+            **{f"reward/{cause}": float(count) for cause, count in sorted(unscored.items())},
             **trained,
             **guidance_size(rollouts, sum(shape.values for shape in self.guided_shapes)),
             **seconds,
