@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import subprocess
 import sys
 import zipfile
@@ -316,5 +317,7 @@ def test_loading_prints_nothing_in_a_fresh_process(tmp_path):
         f"save_model(load_model('tiny-moe'), {str(tmp_path / 'm')!r})\n"
         f"load_model({str(tmp_path / 'm')!r})"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert (result.stdout, result.stderr) == ("", "")
