@@ -18,7 +18,8 @@ def run(
     spec: Annotated[str, typer.Option(help="Deployment.")] = "nvfp4-w4a4-kv4",
     numerics: Annotated[str, typer.Option(help="Arithmetic of the FP4 formats.")] = "nvfp4-te",
     plan: Annotated[
-        str, typer.Option(help="Guidance to record; none records nothing, auto all that the spec quantizes, in one bit.")
+        str,
+        typer.Option(help="Guidance to record; none records nothing, auto all that the spec quantizes, in one bit."),
     ] = "auto",
     samples: Annotated[int, typer.Option(help="Samples a prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(help="Response length limit.")] = 64,

@@ -40,6 +40,7 @@ from tracefp4.rl.evaluate import evaluate
 from tracefp4.rl.journal import Journal, make_tracker
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
+from tracefp4.rl.routers import check_routers
 from tracefp4.rl.setup import check_training, config_hash, resolve_device
 from tracefp4.rl.sft_data import check_targets, gold_pairs
 from tracefp4.rl.tasks import make_task
@@ -87,6 +88,8 @@ class Run:
         self.tokenizer: Any = loaded.tokenizer
         self.prompter = Prompter(self.tokenizer, config.task)
         self.warm_start_hash = self._warm_start(warm_progress)
+        if self.source.get("upcycling") and config.warm_start.steps:
+            self._gate()
         self.step = self.version = 0
         self._build()
         self._resume()
@@ -108,6 +111,14 @@ class Run:
             cache=cache_dir() / "warm-starts",
             micro_tokens=config.train.micro_tokens,
             progress=progress,
+        )
+
+    def _gate(self) -> None:
+        found = check_routers(self.model, self.task, self.prompter, (self.config.seed, "routers"))
+        self.note(
+            f"routers: gradient at least {min(found.gradient):.2g} in every layer, experts at distance "
+            f"{min(found.dissimilarity):.2g} or more, routes of other tokens raise the loss from {found.loss:.3f} to "
+            f"{found.loss_permuted:.3f} nats"
         )
 
     def _build(self) -> None:
