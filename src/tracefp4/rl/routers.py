@@ -23,8 +23,8 @@ LEAST_BALANCE = 0.1
 def check_routers(model: nn.Module, task: Task, prompter: Prompter, seed: object) -> RouterReport:
     """Refuse an upcycled policy whose experts or routes mean nothing, before RL is spent on it.
 
-    Measured on the task's own prompts and targets, 64 tokens a row: a real gradient in every router, experts that differ,
-    and a loss that rises when the routes of other tokens are replayed (:mod:`tracefp4.models.gate`).
+    Measured on the task's own prompts and targets, 64 tokens a row: a real gradient in every router, experts that
+    differ, and a loss that rises when the routes of other tokens are replayed (:mod:`tracefp4.models.gate`).
 
     Args:
         model: not bound to sites.
