@@ -9,8 +9,9 @@ the second time in reverse order, and still finds its own object.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -98,6 +99,11 @@ class AttentionSite(Protocol):
         ...
 
 
+E = TypeVar("E", bound=ExpertsSite)
+R = TypeVar("R", bound=RouterSite)
+A = TypeVar("A", bound=AttentionSite)
+
+
 class SiteSet(Protocol):
     """All site objects of one side, by decoder layer index."""
 
@@ -112,3 +118,28 @@ class SiteSet(Protocol):
     def attention(self, layer: int) -> AttentionSite:
         """Object of the attention in ``layer``."""
         ...
+
+
+class LayerSites(Generic[E, R, A]):
+    """A :class:`SiteSet` that keeps its objects by layer; both sides derive theirs from it.
+
+    Args:
+        experts: object of the MoE block in each layer that has one.
+        routers: object of its router.
+        attention: object of the attention in each layer with a KV cache.
+    """
+
+    def __init__(self, experts: Mapping[int, E], routers: Mapping[int, R], attention: Mapping[int, A]) -> None:
+        self._experts, self._routers, self._attention = experts, routers, attention
+
+    def experts(self, layer: int) -> E:
+        """Object of the MoE block in ``layer``."""
+        return self._experts[layer]
+
+    def router(self, layer: int) -> R:
+        """Object of the router in ``layer``."""
+        return self._routers[layer]
+
+    def attention(self, layer: int) -> A:
+        """Object of the attention in ``layer``."""
+        return self._attention[layer]

@@ -28,14 +28,14 @@ from tracefp4.models.attention import dense_attention
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.operands import OperandCache
-from tracefp4.models.sites import Operand
+from tracefp4.models.sites import LayerSites, Operand
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.rollout.batch import Batch, DecodeBatch, PrefillBatch, Segment
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.pool import KVPool
 
 
-class EngineSites:
+class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
     """All site objects of the engine.
 
     Args:
@@ -52,21 +52,11 @@ class EngineSites:
         """FP32 scale ``(E,)`` of each quantized weight, by layer and projection; written at sync, in place."""
         self.operands = OperandCache()
         self._calls: Counter[str] = Counter()
-        self._experts = {layer: _Experts(self, layer) for layer in layout.moe_layers}
-        self._routers = {layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)}
-        self._attention = {layer: _Attention(self, layer) for layer in layout.kv_layers}
-
-    def experts(self, layer: int) -> _Experts:
-        """Site object of the experts in ``layer``."""
-        return self._experts[layer]
-
-    def router(self, layer: int) -> _Router:
-        """Site object of the router in ``layer``."""
-        return self._routers[layer]
-
-    def attention(self, layer: int) -> _Attention:
-        """Site object of the attention in ``layer``."""
-        return self._attention[layer]
+        super().__init__(
+            experts={layer: _Experts(self, layer) for layer in layout.moe_layers},
+            routers={layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)},
+            attention={layer: _Attention(self, layer) for layer in layout.kv_layers},
+        )
 
     def here(self, what: str) -> Batch:
         """Count a call and return the batch in flight.

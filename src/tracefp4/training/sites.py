@@ -26,7 +26,7 @@ from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import Spec
 from tracefp4.models.attention import dense_attention
 from tracefp4.models.layout import ModelLayout
-from tracefp4.models.sites import Operand
+from tracefp4.models.sites import LayerSites, Operand
 from tracefp4.quantizers.guided import quantize_guided
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.training.batch import GuidedRows, MicroBatch
@@ -35,7 +35,7 @@ from tracefp4.training.observe import Observer
 from tracefp4.training.weights import WeightOperands
 
 
-class TrainerSites:
+class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
     """All site objects of the trainer.
 
     Args:
@@ -60,21 +60,11 @@ class TrainerSites:
         self.routes: Tensor | None = None
         self.observer: Observer | None = None
         self.checks = ScaleChecks()
-        self._experts = {layer: _Experts(self, layer) for layer in layout.moe_layers}
-        self._routers = {layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)}
-        self._attention = {layer: _Attention(self, layer) for layer in layout.kv_layers}
-
-    def experts(self, layer: int) -> _Experts:
-        """Site object of the experts in ``layer``."""
-        return self._experts[layer]
-
-    def router(self, layer: int) -> _Router:
-        """Site object of the router in ``layer``."""
-        return self._routers[layer]
-
-    def attention(self, layer: int) -> _Attention:
-        """Site object of the attention in ``layer``."""
-        return self._attention[layer]
+        super().__init__(
+            experts={layer: _Experts(self, layer) for layer in layout.moe_layers},
+            routers={layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)},
+            attention={layer: _Attention(self, layer) for layer in layout.kv_layers},
+        )
 
     @contextmanager
     def batch(
