@@ -23,10 +23,7 @@ def flips(z: Tensor, low: Tensor, bits: int, numerics: Numerics) -> Tensor:
     Returns:
         bool ``(..., D)``.
     """
-    plain = encode(z, numerics)
-    if bits == 4:
-        return wrong_codes(plain, low)
-    return (plain & ((1 << bits) - 1)) != low
+    return wrong_codes(encode(z, numerics), low, bits)
 
 
 def flip_rate(z: Tensor, low: Tensor, bits: int, numerics: Numerics) -> Tensor:
@@ -34,8 +31,13 @@ def flip_rate(z: Tensor, low: Tensor, bits: int, numerics: Numerics) -> Tensor:
     return flips(z, low, bits, numerics).float().mean()
 
 
-def wrong_codes(codes: Tensor, recorded: Tensor) -> Tensor:
-    """Which codes stand for another value than the recorded whole codes, bool. ``+0`` equals ``-0``."""
+def wrong_codes(codes: Tensor, recorded: Tensor, bits: int = 4) -> Tensor:
+    """Which codes are not the recorded ones, as far as ``bits`` low bits tell, bool.
+
+    Whole codes (4 bits) are compared as values, so that ``+0`` equals ``-0``; with fewer the kept bits are.
+    """
+    if bits < 4:
+        return (codes & ((1 << bits) - 1)) != recorded
     different = codes ^ recorded
     return (different != 0) & ~((different == 8) & (codes & 7 == 0))
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from tracefp4.core import Site
-from tracefp4.formats.blocks import Quantized, block_scales, encode, normalize
+from tracefp4.formats.blocks import Quantized, block_scales, normalize
 from tracefp4.formats.numerics import Numerics
 from tracefp4.quantizers.guided import rollout_scales
+from tracefp4.quantizers.stats import flips, wrong_codes
 from tracefp4.training.batch import GuidedRows
 
 
@@ -73,15 +74,13 @@ class Observer:
         scales = rollout_scales(x, outcome, numerics)
         z = normalize(x, scales, outcome.global_scale, numerics)
         own = block_scales(x, outcome.global_scale, numerics)
-        keep = (1 << outcome.bits) - 1
-        plain = encode(z, numerics)
         blocks = mask.sum(dtype=torch.float64) * own.shape[-1]
         counts = SiteCounts(
             values=mask.sum(dtype=torch.float64) * x.shape[-1],
             blocks=blocks,
-            flips=_sum(_differ(plain & keep, outcome.low) & mask),
+            flips=_sum(flips(z, outcome.low, outcome.bits, numerics) & mask),
             scale_misses=_sum((own != scales) & mask),
-            wrong_codes=_sum(_differ(result.codes & keep, outcome.low) & mask),
+            wrong_codes=_sum(wrong_codes(result.codes, outcome.low, outcome.bits) & mask),
             difference=_sum(blocks * 0),
             energy=_sum(blocks * 0),
         )
@@ -120,11 +119,6 @@ def rates(counts: SiteCounts) -> dict[str, float]:
         "wrong_code_rate": float(counts.wrong_codes) / values,
         "relative_difference": (float(counts.difference) / energy) ** 0.5 if energy > 0 else 0.0,
     }
-
-
-def _differ(a: Tensor, b: Tensor) -> Tensor:
-    """Codes that stand for different numbers: +0 (0) and -0 (8) are one number."""
-    return torch.where(a == 8, 0, a) != torch.where(b == 8, 0, b)
 
 
 def _sum(x: Tensor) -> Tensor:
