@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracefp4.core import Site
+from tracefp4.core import Site, SiteShape
 from tracefp4.errors import GuidanceMismatch
 from tracefp4.guidance.codec import CHUNK
 from tracefp4.guidance.record import Record, SiteRecord
@@ -58,6 +58,11 @@ class GuidedRows:
     sites: dict[Site, SiteRecord]
     """Recorded outcomes with ``R`` rows, on the device; rows that are not guided hold zeros and are never read. Checks
     of congruent scales have one row a sequence, ``(B, ceil(S / 16))``."""
+
+    def vectors(self, shape: SiteShape, rows: Tensor | None) -> Tensor:
+        """Which vectors of a site are guided: bool ``(R * vectors,)``, or in the order of ``rows`` if given."""
+        mask = self.guided.repeat_interleave(shape.vectors)
+        return mask if rows is None else mask[rows]
 
 
 @dataclass(slots=True)

@@ -69,8 +69,7 @@ class Observer:
         if truth is None or recorded is None:
             return
         outcome = recorded.outcome(rows)
-        mask = truth.guided.repeat_interleave(recorded.shape.vectors)
-        mask = (mask if rows is None else mask[rows])[:, None]
+        mask = truth.vectors(recorded.shape, rows)[:, None]
         scales = rollout_scales(x, outcome, numerics)
         z = normalize(x, scales, outcome.global_scale, numerics)
         own = block_scales(x, outcome.global_scale, numerics)

@@ -115,8 +115,7 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
             self.checks.count(result.scales, recorded, guidance.guided, rows)
         if guidance.complete:
             return result
-        mask = guidance.guided.repeat_interleave(recorded.shape.vectors)
-        return _merge(result, quantize_nearest(x, numerics), mask if rows is None else mask[rows])
+        return _merge(result, quantize_nearest(x, numerics), guidance.vectors(recorded.shape, rows))
 
 
 def _merge(guided: Quantized, own: Quantized, mask: Tensor) -> Quantized:
