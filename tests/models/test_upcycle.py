@@ -226,6 +226,24 @@ def test_gate_refuses_a_router_that_uses_few_experts(learned):
         router_gate(moe, tokens, min_balance=0.99)
 
 
+def test_gate_scores_what_it_is_told_to_and_ignores_padding(learned):
+    model, tokens = learned
+    moe = upcycle(model, 4, 2)
+    break_symmetry(moe, plan_split(model, tokens, 4, 2, fraction=0.5))
+    # Prompts of another rule, of which the model knows nothing; only what follows them counts.
+    length, prompt = tokens.shape[1], 12
+    rows = torch.cat([text(len(tokens), prompt, seed=3), tokens, text(len(tokens), 5)], dim=1)
+    scored = torch.arange(rows.shape[1]).expand_as(rows) > prompt
+    lengths = torch.full((len(rows),), prompt + length)
+    report = router_gate(moe, rows, lengths=lengths, scored=scored)
+    assert report.tokens == len(tokens) * (length - 1) and report.rise > 0.02
+    assert report.loss < router_report(moe, rows).loss - 1
+    rows[:, prompt + length :] = 0
+    assert router_report(moe, rows, lengths=lengths, scored=scored).loss_permuted == report.loss_permuted
+    with pytest.raises(ModelError, match="no token counts"):
+        router_report(moe, rows, lengths=lengths, scored=scored & False)
+
+
 def test_gate_refuses_routes_without_information():
     with pytest.raises(ModelError, match="routes carry no information"):
         router_gate(tiny_model("qwen3_moe", dtype=torch.float32), text())

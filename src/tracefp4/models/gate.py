@@ -12,6 +12,10 @@ then measure nothing. Four checks, in every MoE layer:
 * **foreign routes**: the loss when every token is sent to the experts of *another* token, in all layers at once. Load
   and gate rule stay the same, only the match of token and expert is broken. If that does not cost anything, routes
   carry no information. Differences are taken token by token, and the rise must exceed twice its own standard error.
+
+The loss has to be one that the model was trained for. A model tuned to answer prompts of one form is confidently wrong
+about the prompts themselves, and any disturbance, foreign routes too, makes it less so. ``scored`` names the tokens
+that count.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class RouterReport:
 
     layers: tuple[int, ...]
     tokens: int
+    """Tokens whose prediction was scored."""
     load: list[list[float]]
     """Share of (token, slot) pairs of each expert; sums to 1 in each layer."""
     balance: list[float]
@@ -87,6 +92,8 @@ def router_gate(
     model: nn.Module,
     input_ids: Tensor,
     *,
+    lengths: Tensor | None = None,
+    scored: Tensor | None = None,
     min_balance: float = 0.5,
     min_dissimilarity: float = 1e-3,
     min_rise: float = 0.01,
@@ -96,7 +103,9 @@ def router_gate(
 
     Args:
         model: causal language model with MoE layers, not bound to sites.
-        input_ids: ``(B, S)`` int64 tokens of a text that the model knows, without padding; a few hundred tokens.
+        input_ids: ``(B, S)`` int64 tokens of a text that the model knows; a few hundred tokens.
+        lengths: ``(B,)`` int64 tokens of each row, the rest is padding on the right; ``None`` for full rows.
+        scored: ``(B, S)`` bool, tokens whose prediction counts; ``None`` for all but each row's first.
         min_balance: least balance of any layer.
         min_dissimilarity: least distance of two experts in any layer.
         min_rise: least rise of the loss under foreign routes, in nats a token.
@@ -105,18 +114,25 @@ def router_gate(
     Raises:
         ModelError: what is missing, or why it cannot be measured.
     """
-    report = router_report(model, input_ids, seed=seed)
+    report = router_report(model, input_ids, lengths=lengths, scored=scored, seed=seed)
     found = report.problems(min_balance=min_balance, min_dissimilarity=min_dissimilarity, min_rise=min_rise)
     if found:
         raise ModelError("; ".join(found))
     return report
 
 
-def router_report(model: nn.Module, input_ids: Tensor, *, seed: int = 0) -> RouterReport:
+def router_report(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    scored: Tensor | None = None,
+    seed: int = 0,
+) -> RouterReport:
     """Measure load, router gradients, expert distances and the cost of foreign routes. See :func:`router_gate`.
 
     Raises:
-        ModelError: no MoE layers, a bound model, or fewer than two tokens a sequence.
+        ModelError: no MoE layers, a bound model, fewer than two tokens a sequence, or no token to score.
     """
     layout = describe(model)
     if not layout.moe_layers:
@@ -125,16 +141,22 @@ def router_report(model: nn.Module, input_ids: Tensor, *, seed: int = 0) -> Rout
         raise ModelError("the model has site objects bound; call unbind(model) before measuring its router")
     if input_ids.ndim != 2 or input_ids.shape[1] < 2:
         raise ModelError(f"input_ids has shape {tuple(input_ids.shape)}, expected (B, S) with S of 2 or more")
+    real, counted = _masks(input_ids, lengths, scored)
+    text = _Text(input_ids, counted)
     with _evaluation(model):
-        own, loss, gradient = _own_routes(model, layout, input_ids)
-        order = torch.randperm(input_ids.numel(), generator=torch.Generator().manual_seed(seed)).to(own[0].device)
-        permuted = _foreign_loss(model, layout, input_ids, [indices[order] for indices in own])
-        shifted = _foreign_loss(model, layout, input_ids, [(indices + 1) % layout.num_experts for indices in own])
-    load = [_load(indices, layout.num_experts) for indices in own]
+        own, loss, gradient = _own_routes(model, layout, text)
+        places = real.flatten().nonzero().flatten()
+        order = torch.arange(input_ids.numel(), device=input_ids.device)
+        order[places] = places[
+            torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).to(order.device)
+        ]
+        permuted = _foreign_loss(model, layout, text, [indices[order] for indices in own])
+        shifted = _foreign_loss(model, layout, text, [(indices + 1) % layout.num_experts for indices in own])
+    load = [_load(indices[places], layout.num_experts) for indices in own]
     rise = (permuted - loss).double()
     return RouterReport(
         layers=layout.moe_layers,
-        tokens=input_ids.numel(),
+        tokens=rise.numel(),
         load=[share.tolist() for share in load],
         balance=[float(torch.special.entr(share).sum()) / math.log(layout.num_experts) for share in load],
         gradient=gradient,
@@ -145,6 +167,24 @@ def router_report(model: nn.Module, input_ids: Tensor, *, seed: int = 0) -> Rout
         rise=float(rise.mean()),
         rise_error=float(rise.std() / math.sqrt(rise.numel())),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """Tokens ``(B, S)`` and which predictions count, ``(B, S - 1)`` bool."""
+
+    input_ids: Tensor
+    counted: Tensor
+
+
+def _masks(input_ids: Tensor, lengths: Tensor | None, scored: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Real tokens ``(B, S)``, and predictions that count ``(B, S - 1)``: bool."""
+    places = torch.arange(input_ids.shape[1], device=input_ids.device)
+    real = torch.ones_like(input_ids, dtype=torch.bool) if lengths is None else places < lengths[:, None]
+    counted = (real if scored is None else real & scored)[:, 1:]
+    if not counted.any():
+        raise ModelError("no token counts: scored has to name at least one that is no padding and not first in its row")
+    return real, counted
 
 
 class _Site:
@@ -186,27 +226,27 @@ def _evaluation(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(before)
 
 
-def _losses(model: Callable[..., Any], input_ids: Tensor) -> Tensor:
-    """Negative log-likelihood of each next token, ``(B * (S - 1),)`` float32."""
-    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), input_ids[:, 1:].flatten(), reduction="none")
+def _losses(model: Callable[..., Any], text: _Text) -> Tensor:
+    """Negative log-likelihood of each token that counts, ``(N,)`` float32."""
+    logits = model(input_ids=text.input_ids, use_cache=False).logits[:, :-1][text.counted]
+    return nn.functional.cross_entropy(logits.float(), text.input_ids[:, 1:][text.counted], reduction="none")
 
 
-def _own_routes(model: nn.Module, layout: ModelLayout, input_ids: Tensor) -> tuple[list[Tensor], Tensor, list[float]]:
+def _own_routes(model: nn.Module, layout: ModelLayout, text: _Text) -> tuple[list[Tensor], Tensor, list[float]]:
     weights: list[Any] = [model.get_submodule(name).weight for name in layout.routers.values()]
     for weight in weights:
         weight.requires_grad_(True)
     with torch.enable_grad(), _sites(model, layout, [None] * len(weights)) as sites:
-        losses = _losses(model, input_ids)
+        losses = _losses(model, text)
         gradients = torch.autograd.grad(losses.mean(), weights, allow_unused=True)
     norms = [0.0 if g is None else float(g.float().norm()) for g in gradients]
     return [site.own for site in sites], losses.detach(), norms
 
 
 @torch.no_grad()
-def _foreign_loss(model: nn.Module, layout: ModelLayout, input_ids: Tensor, routes: list[Tensor]) -> Tensor:
+def _foreign_loss(model: nn.Module, layout: ModelLayout, text: _Text, routes: list[Tensor]) -> Tensor:
     with _sites(model, layout, routes):
-        return _losses(model, input_ids)
+        return _losses(model, text)
 
 
 def _load(indices: Tensor, experts: int) -> Tensor:

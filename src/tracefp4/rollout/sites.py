@@ -110,6 +110,9 @@ class _Experts:
 
     def _weight(self, module: nn.Module, projection: str) -> Operand:
         weight = getattr(module, projection)
+        if weight.is_cuda:
+            # Captured graphs must read the weight itself: a kept copy would survive the next sync in them.
+            return self._make(module, projection, weight.detach())
         return self.owner.operands.get(weight, lambda: self._make(module, projection, weight.detach()))
 
     def _make(self, module: nn.Module, projection: str, values: Tensor) -> Operand:
