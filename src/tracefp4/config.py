@@ -36,6 +36,8 @@ class EngineConfig(_Table):
     """Prompt tokens forwarded at once."""
     cuda_graphs: bool = True
     """Capture the decode step in CUDA graphs where the model permits it."""
+    compile_decode: bool = False
+    """Compile the decoder layers for decode steps; the first steps of a run take some seconds more."""
 
 
 class SamplingConfig(_Table):

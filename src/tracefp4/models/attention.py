@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tracefp4.errors import ModelError
+from tracefp4.models import opaque
 from tracefp4.models.experts import NAME, refuse_autocast, site_of
 from tracefp4.models.sites import AttentionSite
 
@@ -58,9 +59,10 @@ def attention_forward(
     Raises:
         ModelError: unbound, under autocast, or asked for something that changes the result and is not supported.
     """
-    site: AttentionSite = site_of(module)
     name = type(module).__name__
-    refuse_autocast(query)
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        refuse_autocast(query)
     if attention_mask is not None:
         raise ModelError(f"{name}: 4-D attention masks are not supported; pass right-padded batches")
     if dropout:
@@ -73,6 +75,9 @@ def attention_forward(
             f"{name}: {key.shape[2]} keys for {query.shape[2]} queries; pass use_cache=False, sites keep their own"
         )
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if compiling:
+        return opaque.attend(query, key, value, getattr(module, opaque.KEY), factor, sliding_window, s_aux), None
+    site: AttentionSite = site_of(module)
     out = site.attend(module, query, key, value, scaling=factor, window=sliding_window, sinks=s_aux)
     return out, None
 

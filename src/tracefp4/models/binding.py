@@ -23,6 +23,7 @@ from tracefp4.models import attention, experts
 from tracefp4.models.experts import NAME
 from tracefp4.models.latent import hook_latent
 from tracefp4.models.layout import ModelLayout, describe
+from tracefp4.models.opaque import give_key, take_key
 from tracefp4.models.routing import hook_router
 from tracefp4.models.sites import SiteSet
 
@@ -138,6 +139,7 @@ def _attach(model: nn.Module, sites: SiteSet, binding: Binding) -> None:
 def _hang(binding: Binding, module: nn.Module, site: object) -> None:
     # Not nn.Module's own __setattr__: a site object that is itself a module must not enter the state dict.
     object.__setattr__(module, NAME, site)
+    give_key(module)
     binding.modules.append(module)
 
 
@@ -155,5 +157,6 @@ def _restore(binding: Binding) -> None:
     for module in binding.modules:
         if hasattr(module, NAME):
             object.__delattr__(module, NAME)
+            take_key(module)
     for config, attribute, before in binding.settings:
         setattr(config, attribute, before)

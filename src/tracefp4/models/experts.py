@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import ModelError
+from tracefp4.models import opaque
 from tracefp4.models.dispatch import Dispatch, Strategy, choose_strategy, dispatch
 from tracefp4.models.linear import expert_linear
 from tracefp4.models.sites import ExpertsSite
@@ -87,6 +88,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     Raises:
         ModelError: unbound, expert parallel, or under autocast.
     """
+    if torch.compiler.is_compiling():
+        return opaque.experts(hidden_states, top_k_index, top_k_weights, getattr(module, opaque.KEY))
     site: ExpertsSite = site_of(module)
     if getattr(module, "_is_expert_parallel", False):
         raise ModelError("expert parallelism is not supported")

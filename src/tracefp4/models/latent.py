@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tracefp4.models import opaque
 from tracefp4.models.experts import site_of
 
 
@@ -34,6 +35,8 @@ def hook_latent(norm: nn.Module, attention: nn.Module) -> RemovableHandle:
     """
 
     def quantize(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return opaque.latent(output, getattr(attention, opaque.KEY))
         return site_of(attention).latent(output)
 
     return norm.register_forward_hook(quantize)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tracefp4.errors import ModelError
+from tracefp4.models import opaque
 from tracefp4.models.experts import site_of
 
 Rule = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -132,6 +133,8 @@ class _Replay:
 
     def __call__(self, module: nn.Module, _: Any, output: Routed) -> Routed | None:
         logits, weights, own = output
+        if torch.compiler.is_compiling():
+            return logits, weights, opaque.route(own, getattr(module, opaque.KEY))
         chosen = site_of(module).route(own)
         if chosen is None:
             return None

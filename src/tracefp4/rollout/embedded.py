@@ -62,6 +62,8 @@ class EmbeddedEngine:
         max_batch: sequences that decode at once.
         prefill_chunk: prompt tokens a step.
         cuda_graphs: capture decode steps of small batches in CUDA graphs; without CUDA it has no effect.
+        compile_decode: compile the decoder layers for decode steps (:mod:`tracefp4.rollout.compiled`), with the
+            default backend or the one that is named.
 
     Raises:
         EngineError: settings that cannot work.
@@ -82,6 +84,7 @@ class EmbeddedEngine:
         max_batch: int = 64,
         prefill_chunk: int = 2048,
         cuda_graphs: bool = True,
+        compile_decode: bool | str = False,
     ) -> None:
         plan = plan or None
         if plan is not None and store is None:
@@ -93,14 +96,14 @@ class EmbeddedEngine:
         self.layout = describe(model)
         embedding = self._model.get_input_embeddings()
         self.device, self._vocabulary = embedding.weight.device, embedding.num_embeddings
-        self._build(embedding.weight.dtype, store, cuda_graphs and self.device.type == "cuda")
+        self._build(embedding.weight.dtype, store, cuda_graphs and self.device.type == "cuda", compile_decode)
         decode = None if tokenizer is None else _decoder(tokenizer)
         self._stops = StopRules(eos_token_ids(model, tokenizer), decode)
         self._version: int | None = 0
         self._arrivals = 0
         self._active: set[str] = set()
 
-    def _build(self, dtype: torch.dtype, store: Store | None, cuda_graphs: bool) -> None:
+    def _build(self, dtype: torch.dtype, store: Store | None, cuda_graphs: bool, compiled: bool | str) -> None:
         limits, layout, device = self._limits, self.layout, self.device
         self.pages = PageAllocator(limits.max_tokens // limits.page_size, limits.page_size)
         slots = limits.max_tokens + limits.page_size
@@ -114,7 +117,16 @@ class EmbeddedEngine:
         self._weights = WeightSync(self._model, layout, self.spec.weights, sites.weight_scales)
         self._max_length = int(self._model.get_submodule(layout.decoder).config.max_position_embeddings)
         self._runner = Runner(
-            self._model, layout, sites, self.pages, self.states, limits.max_batch, self._max_length, device, cuda_graphs
+            self._model,
+            layout,
+            sites,
+            self.pages,
+            self.states,
+            limits.max_batch,
+            self._max_length,
+            device,
+            cuda_graphs,
+            compiled,
         )
         self._harvester = Harvester(self.capture, self.pool, self.pages, self.plan, self.spec.hash, store, device)
         self._stats = EngineStats()

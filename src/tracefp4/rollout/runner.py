@@ -14,12 +14,14 @@ Hybrid models prefill one sequence a forward, because a recurrent layer knows no
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from tracefp4.models.layout import ModelLayout
 from tracefp4.rollout.batch import DecodeBatch, PrefillBatch, Segment
+from tracefp4.rollout.compiled import compile_layers, compiling, uncompiled
 from tracefp4.rollout.graphs import DecodeGraphs
 from tracefp4.rollout.inputs import DecodeInputs, DecodeRow, draw_of
 from tracefp4.rollout.pool import PageAllocator
@@ -43,6 +45,7 @@ class Runner:
         max_length: tokens of the longest sequence.
         device: of the model.
         cuda_graphs: capture decode steps.
+        compiled: compile decoder layers for decode steps, with the default backend or the one that is named.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Runner:
         max_length: int,
         device: torch.device,
         cuda_graphs: bool,
+        compiled: bool | str = False,
     ) -> None:
         self.layout, self.sites, self.pages, self.states, self.device = layout, sites, pages, states, device
         self.decoder = model.get_submodule(layout.decoder)
@@ -63,6 +67,11 @@ class Runner:
         self._cache_keyword = cache_keyword(self.decoder)
         widest = min(pages.num_pages, pages.pages_for(max_length))
         self.inputs = DecodeInputs(max_batch, widest, pages.padding_page, states.padding_row, device)
+        self._compiled, self._sample = bool(compiled), sample
+        if compiled:
+            backend = "inductor" if compiled is True else compiled
+            compile_layers(self.decoder, layout, backend)
+            self._sample = torch.compile(sample, dynamic=True, backend=backend)
         self.graph_steps = 0
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs:
@@ -118,12 +127,14 @@ class Runner:
     ) -> Tensor:
         """Hidden states ``(B, S, H)``; linear states are read from rows ``continues`` and left in ``rows``."""
         cache = self.states.gather(continues)
+        prefills = isinstance(batch, PrefillBatch)
         self.sites.capture.stamp(batch.slots, batch.tickets)
         self.sites.batch = batch
         try:
-            output = self.decoder(
-                input_ids=input_ids, position_ids=position_ids, use_cache=False, **{self._cache_keyword: cache}
-            )
+            with nullcontext() if not self._compiled else uncompiled() if prefills else compiling():
+                output = self.decoder(
+                    input_ids=input_ids, position_ids=position_ids, use_cache=False, **{self._cache_keyword: cache}
+                )
         finally:
             self.sites.batch = None
         if rows is not None:
@@ -177,7 +188,7 @@ class Runner:
         rows = inputs.state_rows if self.states.needed else None
         hidden = self._forward(inputs.tokens.unsqueeze(1), positions.unsqueeze(1), batch, rows, rows)
         self.sites.check_calls()
-        return sample(self.head(hidden[:, 0]), inputs.draw(), truncate)
+        return self._sample(self.head(hidden[:, 0]), inputs.draw(), truncate)
 
     def table_width(self, longest: int) -> int:
         """Pages of the block tables of a step whose longest sequence has ``longest`` tokens."""

@@ -50,6 +50,16 @@ class PassThrough(CacheLayerMixin):
         return -1
 
 
+class EngineCache(Cache):
+    """Cache object of a forward pass. K and V pass through, whatever the layer, so that one compiled layer is all."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return both tensors as they are."""
+        return key_states, value_states
+
+
 class StatePool:
     """States of all sequences, by row. Row ``rows`` is for padding and never handed out.
 
@@ -122,7 +132,7 @@ class StatePool:
                 conv, recurrent = self._states[index]
                 _continue(layer, conv.index_select(0, rows), recurrent.index_select(0, rows))
             layers.append(layer)
-        return Cache(layers=layers)
+        return EngineCache(layers=layers)
 
     def scatter(self, cache: Cache, rows: Tensor) -> None:
         """Store the states that a forward pass left in ``cache`` into rows ``(B,)``."""

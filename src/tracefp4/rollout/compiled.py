@@ -1,0 +1,59 @@
+"""Decoder layers compiled for decoding.
+
+A decode step of an uncompiled model spends much of its time in small kernels: casts of a norm, RoPE, residual
+additions, gates. ``torch.compile`` fuses them. It is applied *regionally*, to the decoder layer and not to the model:
+all layers of a kind share one compiled graph, so compiling takes seconds, whatever the depth. The seams stay what they
+are (:mod:`tracefp4.models.opaque`): quantizing, recording, attention and experts run as if nothing had been compiled.
+
+Fused arithmetic rounds less often than the separate kernels of a trainer do: a norm and what follows it stay in float32
+registers. That is how serving engines compute, and one of the reasons why a rollout and its trainer differ.
+
+Prefill runs uncompiled: its tensors are large, and their lengths differ every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from tracefp4.models.layout import ModelLayout
+
+
+def compile_layers(decoder: nn.Module, layout: ModelLayout, backend: str = "inductor") -> tuple[int, ...]:
+    """Let every decoder layer with softmax attention be compiled at its first call inside of :func:`compiling`.
+
+    Linear-attention layers keep their state in cache objects of their own, one for each layer, which would cost a
+    compilation each; they stay as they are.
+
+    Args:
+        decoder: with ``layers``.
+        layout: of its model.
+        backend: of ``torch.compile``.
+
+    Returns:
+        The numbers of the layers.
+    """
+    layers: nn.ModuleList = decoder.layers  # type: ignore[assignment]
+    chosen = tuple(index for index in range(layout.num_layers) if index not in set(layout.linear_layers))
+    for index in chosen:
+        layers[index].compile(dynamic=True, backend=backend)
+    return chosen
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, numbers that modules hold are inputs of their compiled graph, so that layers share it."""
+    from torch._dynamo import config
+
+    with config.patch(allow_unspec_int_on_nn_module=True):
+        yield
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Inside, compiled layers run as written."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
