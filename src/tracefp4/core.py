@@ -88,6 +88,20 @@ class Handle:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """The ``k`` likeliest tokens at each of ``n`` response positions, likeliest first, on the host.
+
+    Log-probs are those of :attr:`Rollout.logprobs`: of the sampling distribution at the request's temperature, before
+    top-p and top-k.
+    """
+
+    ids: Tensor
+    """int32 ``(n, k)``."""
+    logprobs: Tensor
+    """float32 ``(n, k)``."""
+
+
 @dataclass(slots=True)
 class Rollout:
     """What an engine produced for one sample of one prompt.
@@ -106,6 +120,8 @@ class Rollout:
     finish_reason: FinishReason
     routes: Tensor | None = None
     guidance: Handle | None = None
+    top: TopLogprobs | None = None
+    """Of every response token, if the request asked for them."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -129,6 +145,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to return at each response position, with their log-probs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,10 @@ def check_request(request: Request, limits: Limits, max_length: int, vocabulary:
         if not valid:
             ranges = {"temperature": "0 (greedy) or more", "top_p": "above 0 and at most 1", "top_k": "0 (all) or more"}
             raise EngineError(f"{name} has {option} = {value}; it must be {ranges[option]}")
+    if not 0 <= sampling.top_logprobs <= vocabulary:
+        raise EngineError(
+            f"{name} has top_logprobs = {sampling.top_logprobs}; ask for 0 to {vocabulary}, the size of the vocabulary"
+        )
     total = prompt + sampling.max_new_tokens
     if total > max_length:
         raise EngineError(f"{name} may grow to {total} tokens, the model has positions for {max_length}")

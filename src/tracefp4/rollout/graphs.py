@@ -24,14 +24,13 @@ from torch import Tensor
 from tracefp4.models.dispatch import DENSE_ROWS
 from tracefp4.rollout.inputs import DecodeInputs, DecodeRow
 
-Step = Callable[[DecodeInputs, bool], tuple[Tensor, Tensor]]
+Step = Callable[[DecodeInputs, bool, int], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    tokens: Tensor
-    logprobs: Tensor
+    result: tuple[Tensor, ...]
 
 
 class DecodeGraphs:
@@ -47,7 +46,7 @@ class DecodeGraphs:
     def __init__(self, step: Step, inputs: DecodeInputs, num_experts: int, max_batch: int) -> None:
         self._step, self._inputs, self._max_batch = step, inputs, max_batch
         self._num_experts = num_experts
-        self._captured: dict[tuple[int, int, bool], _Captured] = {}
+        self._captured: dict[tuple[int, int, bool, int], _Captured] = {}
         self._pool: Any = None
 
     def fits(self, rows: int) -> bool:
@@ -59,40 +58,41 @@ class DecodeGraphs:
         size = next((s for s in (1, 2, 4) if rows <= s), -(-rows // 8) * 8)
         return min(size, self._max_batch)
 
-    def run(self, rows: Items[DecodeRow], width: int, truncate: bool) -> tuple[Tensor, Tensor]:
+    def run(self, rows: Items[DecodeRow], width: int, truncate: bool, top: int = 0) -> tuple[Tensor, ...]:
         """Replay the step for ``rows``, capturing it first if its size is new.
 
         Args:
             rows: the sequences.
             width: pages of the block tables that they need.
             truncate: whether any row has top-k or top-p.
+            top: how many of the likeliest tokens are returned.
 
         Returns:
-            Tokens and log-probabilities of ``rows``; buffers that the next replay overwrites.
+            What the step returns, cut to ``rows``; buffers that the next replay overwrites.
         """
         batch, width = self.padded(len(rows)), self._padded_width(width)
-        key = (batch, width, truncate)
+        key = (batch, width, truncate, top)
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
         self._inputs.fill(rows, batch, width)
         captured = self._captured[key]
         captured.graph.replay()
-        return captured.tokens[: len(rows)], captured.logprobs[: len(rows)]
+        return tuple(part[: len(rows)] for part in captured.result)
 
     def _padded_width(self, width: int) -> int:
         """Widths grow by powers of two, to keep graphs few."""
         return min(1 << max(width - 1, 0).bit_length(), self._inputs.max_width)
 
-    def _capture(self, batch: int, width: int, truncate: bool) -> _Captured:
+    def _capture(self, batch: int, width: int, truncate: bool, top: int) -> _Captured:
         self._inputs.fill([], batch, width)
         current = torch.cuda.current_stream()
         side = torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            self._step(self._inputs, truncate)
+            self._step(self._inputs, truncate, top)
         current.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            tokens, logprobs = self._step(self._inputs, truncate)
+            result = self._step(self._inputs, truncate, top)
         self._pool = graph.pool()
-        return _Captured(graph, tokens, logprobs)
+        return _Captured(graph, result)

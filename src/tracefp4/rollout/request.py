@@ -16,11 +16,21 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tracefp4.core import FinishReason, Request
 from tracefp4.errors import EngineError
+
+
+class Sampled(NamedTuple):
+    """One sampled token, on the host."""
+
+    token: int
+    logprob: float
+    top: Tensor | None = None
+    """float64 ``(2, k)``: ids and log-probs of the likeliest tokens, if anyone in the batch asked for them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +47,8 @@ class Sequence:
     """Whether its recorded rows are shipped."""
     response: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top: list[Tensor] = field(default_factory=list)
+    """``(2, k)`` a response token, if the request asked for them."""
     pages: list[int] = field(default_factory=list)
     """Pages of the KV pool, only while it runs."""
     state_row: int | None = None
@@ -67,10 +79,13 @@ class Sequence:
         """The token that the next decode step forwards."""
         return self.response[-1]
 
-    def append(self, token: int, logprob: float) -> None:
-        """Take a sampled token."""
+    def append(self, token: int, logprob: float, top: Tensor | None = None) -> None:
+        """Take a sampled token; ``top`` as in :class:`Sampled`."""
         self.response.append(token)
         self.logprobs.append(logprob)
+        wanted = self.request.sampling.top_logprobs
+        if wanted and top is not None:
+            self.top.append(top[:, :wanted])
 
 
 @dataclass(eq=False, slots=True)

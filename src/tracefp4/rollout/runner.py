@@ -25,8 +25,8 @@ from tracefp4.rollout.compiled import compile_layers, compiling, uncompiled
 from tracefp4.rollout.graphs import DecodeGraphs
 from tracefp4.rollout.inputs import DecodeInputs, DecodeRow, draw_of
 from tracefp4.rollout.pool import PageAllocator
-from tracefp4.rollout.request import Sequence
-from tracefp4.rollout.sampler import sample
+from tracefp4.rollout.request import Sampled, Sequence
+from tracefp4.rollout.sampler import Draw, sample, top_logprobs
 from tracefp4.rollout.scheduler import Chunk, Start
 from tracefp4.rollout.sites import EngineSites
 from tracefp4.rollout.state import StatePool, cache_keyword
@@ -158,28 +158,33 @@ class Runner:
             source, target = (self._to_device(list(r)) for r in zip(*rows, strict=True))
             self.states.copy(source, target)
 
-    def sample_first(self, starts: Items[Start]) -> list[tuple[int, float]]:
+    def sample_first(self, starts: Items[Start]) -> list[Sampled]:
         """Sample a token for each start from its prefix's last hidden state."""
         hidden = torch.stack([s.prefix.hidden for s in starts if s.prefix.hidden is not None])
         sequences = [s.sequence for s in starts]
         draw = draw_of(sequences, [s.length for s in sequences], self.device)
-        return _to_host(*sample(self.head(hidden), draw, _truncates(sequences)))
+        logits = self.head(hidden)
+        return _to_host(_with_top(sample(logits, draw, _truncates(sequences)), logits, draw, _top(sequences)))
 
     # -- Decode
 
-    def decode(self, sequences: Items[Sequence]) -> list[tuple[int, float]]:
+    def decode(self, sequences: Items[Sequence]) -> list[Sampled]:
         """Forward the newest token of each sequence and sample the next."""
         rows = [DecodeRow(s.last_token, s.length - 1, s.pages, s) for s in sequences]
-        width, truncate = self.table_width(max(s.length for s in sequences)), _truncates(sequences)
+        width = self.table_width(max(s.length for s in sequences))
+        truncate, top = _truncates(sequences), _top(sequences)
         if self.graphs is not None and self.graphs.fits(len(rows)):
             self.graph_steps += 1
-            result = self.graphs.run(rows, width, truncate)
+            result = self.graphs.run(rows, width, truncate, top)
         else:
-            result = self.decode_step(self.inputs.fill(rows, len(rows), width), truncate)
-        return _to_host(*result)
+            result = self.decode_step(self.inputs.fill(rows, len(rows), width), truncate, top)
+        return _to_host(result)
 
-    def decode_step(self, inputs: DecodeInputs, truncate: bool) -> tuple[Tensor, Tensor]:
-        """The captured part: tokens ``(B,)`` int64 and log-probabilities ``(B,)`` float32 from static buffers."""
+    def decode_step(self, inputs: DecodeInputs, truncate: bool, top: int = 0) -> tuple[Tensor, ...]:
+        """The captured part: tokens ``(B,)`` int64 and log-probabilities ``(B,)`` float32 from static buffers.
+
+        With ``top``, also ids ``(B, top)`` and log-probabilities ``(B, top)`` of the likeliest tokens.
+        """
         size = self.pages.page_size
         positions = inputs.positions
         context = (inputs.pages.unsqueeze(-1) * size + torch.arange(size, device=self.device)).flatten(1)
@@ -188,7 +193,8 @@ class Runner:
         rows = inputs.state_rows if self.states.needed else None
         hidden = self._forward(inputs.tokens.unsqueeze(1), positions.unsqueeze(1), batch, rows, rows)
         self.sites.check_calls()
-        return self._sample(self.head(hidden[:, 0]), inputs.draw(), truncate)
+        logits, draw = self.head(hidden[:, 0]), inputs.draw()
+        return _with_top(self._sample(logits, draw, truncate), logits, draw, top)
 
     def table_width(self, longest: int) -> int:
         """Pages of the block tables of a step whose longest sequence has ``longest`` tokens."""
@@ -216,7 +222,20 @@ def _truncates(sequences: Items[Sequence]) -> bool:
     return any(s.request.sampling.top_k > 0 or s.request.sampling.top_p < 1.0 for s in sequences)
 
 
-def _to_host(tokens: Tensor, logprobs: Tensor) -> list[tuple[int, float]]:
+def _top(sequences: Items[Sequence]) -> int:
+    return max(s.request.sampling.top_logprobs for s in sequences)
+
+
+def _with_top(sampled: tuple[Tensor, Tensor], logits: Tensor, draw: Draw, top: int) -> tuple[Tensor, ...]:
+    """What was sampled, and the likeliest tokens if they were asked for."""
+    return (*sampled, *top_logprobs(logits, draw, top)) if top else sampled
+
+
+def _to_host(result: tuple[Tensor, ...]) -> list[Sampled]:
     """One copy, the only wait of a step. A token id is exact in float64."""
-    both = torch.stack([tokens.double(), logprobs.double()]).cpu()
-    return list(zip((int(t) for t in both[0].tolist()), both[1].tolist(), strict=True))
+    tokens, logprobs, *top = result
+    columns = [tokens.double()[:, None], logprobs.double()[:, None], *(part.double() for part in top)]
+    rows = torch.cat(columns, dim=1).cpu()
+    likeliest = rows[:, 2:].unflatten(1, (2, -1)) if top else [None] * len(rows)
+    firsts = rows[:, :2].tolist()
+    return [Sampled(int(token), logprob, more) for (token, logprob), more in zip(firsts, likeliest, strict=True)]

@@ -72,6 +72,22 @@ def sample(logits: Tensor, draw: Draw, truncate: bool = False) -> tuple[Tensor, 
     return tokens, logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
+def top_logprobs(logits: Tensor, draw: Draw, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of each row and their log-probabilities, before top-k and top-p.
+
+    Args:
+        logits: ``(B, V)``, any float dtype.
+        draw: parameters of the rows.
+        count: how many, at most ``V``.
+
+    Returns:
+        Ids ``(B, count)`` int64 and log-probabilities ``(B, count)`` float32, likeliest first.
+    """
+    scaled = logits.float() / torch.where(draw.temperature == 0, 1.0, draw.temperature).unsqueeze(-1)
+    values, ids = torch.log_softmax(scaled, dim=-1).topk(count, dim=-1)
+    return ids, values
+
+
 def truncated(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Set logits outside of top-k and, of what is left, outside of top-p to minus infinity.
 
