@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracefp4.core import Kind, Request, Rollout
+from tracefp4.core import Kind, Request, Rollout, TopLogprobs
 from tracefp4.errors import EngineError, NonFiniteError, SyncError
 from tracefp4.formats.spec import Spec
 from tracefp4.guidance.plan import Plan
@@ -37,7 +37,7 @@ from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.engine import Capabilities, Digest, EngineStats, Progress
 from tracefp4.rollout.harvest import Harvester
 from tracefp4.rollout.pool import KVPool, PageAllocator
-from tracefp4.rollout.request import Sequence, StopRules, eos_token_ids
+from tracefp4.rollout.request import Sampled, Sequence, StopRules, eos_token_ids
 from tracefp4.rollout.runner import Runner
 from tracefp4.rollout.sampler import stream_key
 from tracefp4.rollout.scheduler import RESIDENT_STATES, Scheduler
@@ -64,6 +64,8 @@ class EmbeddedEngine:
         cuda_graphs: capture decode steps of small batches in CUDA graphs; without CUDA it has no effect.
         compile_decode: compile the decoder layers for decode steps (:mod:`tracefp4.rollout.compiled`), with the
             default backend or the one that is named.
+        residual: share of each token's channels whose residual is added to the experts' inputs
+            (:mod:`tracefp4.quantizers.residual`).
 
     Raises:
         EngineError: settings that cannot work.
@@ -85,6 +87,7 @@ class EmbeddedEngine:
         prefill_chunk: int = 2048,
         cuda_graphs: bool = True,
         compile_decode: bool | str = False,
+        residual: float = 0.0,
     ) -> None:
         plan = plan or None
         if plan is not None and store is None:
@@ -96,14 +99,19 @@ class EmbeddedEngine:
         self.layout = describe(model)
         embedding = self._model.get_input_embeddings()
         self.device, self._vocabulary = embedding.weight.device, embedding.num_embeddings
-        self._build(embedding.weight.dtype, store, cuda_graphs and self.device.type == "cuda", compile_decode)
+        if residual and spec.activations is None:
+            raise EngineError(f"residual = {residual} compensates quantized activations; spec {spec.name!r} has none")
+        graphs = cuda_graphs and self.device.type == "cuda"
+        self._build(embedding.weight.dtype, store, graphs, compile_decode, residual)
         decode = None if tokenizer is None else _decoder(tokenizer)
         self._stops = StopRules(eos_token_ids(model, tokenizer), decode)
         self._version: int | None = 0
         self._arrivals = 0
         self._active: set[str] = set()
 
-    def _build(self, dtype: torch.dtype, store: Store | None, cuda_graphs: bool, compiled: bool | str) -> None:
+    def _build(
+        self, dtype: torch.dtype, store: Store | None, cuda_graphs: bool, compiled: bool | str, residual: float
+    ) -> None:
         limits, layout, device = self._limits, self.layout, self.device
         self.pages = PageAllocator(limits.max_tokens // limits.page_size, limits.page_size)
         slots = limits.max_tokens + limits.page_size
@@ -112,7 +120,7 @@ class EmbeddedEngine:
         self.capture = Capture(layout, shapes, 4 if self.plan is None else self.plan.bits, slots, device)
         self.states = StatePool(layout, limits.max_batch + RESIDENT_STATES)
         self.scheduler = Scheduler(self.pages, self.states, limits.max_batch, limits.prefill_chunk)
-        sites = EngineSites(layout, self.spec, self.pool, self.capture)
+        sites = EngineSites(layout, self.spec, self.pool, self.capture, residual)
         bind(self._model, sites, spec=self.spec)
         self._weights = WeightSync(self._model, layout, self.spec.weights, sites.weight_scales)
         self._max_length = int(self._model.get_submodule(layout.decoder).config.max_position_embeddings)
@@ -260,16 +268,16 @@ class EmbeddedEngine:
             finished += self._take(running, self._runner.decode(running))
         return finished
 
-    def _take(self, sequences: Items[Sequence], sampled: Items[tuple[int, float]]) -> list[Rollout]:
+    def _take(self, sequences: Items[Sequence], sampled: Items[Sampled]) -> list[Rollout]:
         """Append sampled tokens; harvest the sequences that end with them."""
         ended = []
-        for sequence, (token, logprob) in zip(sequences, sampled, strict=True):
-            if logprob != logprob:
+        for sequence, new in zip(sequences, sampled, strict=True):
+            if new.logprob != new.logprob:
                 raise NonFiniteError(
                     f"request {sequence.request.id!r}, token {sequence.length}: the logits are NaN under weights of "
                     f"version {self._version}"
                 )
-            sequence.append(token, logprob)
+            sequence.append(*new)
             sequence.finish = self._stops.reason(sequence)
             if sequence.finish is not None:
                 ended.append(sequence)
@@ -297,6 +305,7 @@ class EmbeddedEngine:
             finish_reason=sequence.finish or "abort",
             routes=routes,
             guidance=guidance,
+            top=_top_logprobs(sequence),
         )
 
     def abort(self, request_id: str) -> list[Rollout]:
@@ -352,6 +361,13 @@ class EmbeddedEngine:
         """Drop what is in flight and take the site objects off the model, which keeps its quantized weights."""
         self._drop_everything()
         unbind(self._model)
+
+
+def _top_logprobs(sequence: Sequence) -> TopLogprobs | None:
+    if not sequence.top:
+        return None
+    both = torch.stack(sequence.top)
+    return TopLogprobs(both[:, 0].to(torch.int32), both[:, 1].float())
 
 
 def _decoder(tokenizer: Any) -> Callable[[Items[int]], str]:

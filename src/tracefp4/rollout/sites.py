@@ -30,6 +30,7 @@ from tracefp4.models.layout import ModelLayout
 from tracefp4.models.operands import OperandCache
 from tracefp4.models.sites import LayerSites, Operand
 from tracefp4.quantizers.nearest import quantize_nearest
+from tracefp4.quantizers.residual import compensated
 from tracefp4.rollout.batch import Batch, DecodeBatch, PrefillBatch, Segment
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.pool import KVPool
@@ -43,10 +44,11 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
         spec: what is quantized.
         pool: where K and V live.
         capture: where outcomes and routes are recorded.
+        residual: share of each token's channels whose residual is added to the experts' inputs; 0 for none.
     """
 
-    def __init__(self, layout: ModelLayout, spec: Spec, pool: KVPool, capture: Capture) -> None:
-        self.layout, self.spec, self.pool, self.capture = layout, spec, pool, capture
+    def __init__(self, layout: ModelLayout, spec: Spec, pool: KVPool, capture: Capture, residual: float = 0.0) -> None:
+        self.layout, self.spec, self.pool, self.capture, self.residual = layout, spec, pool, capture, residual
         self.batch: Batch | None = None
         self.weight_scales: dict[tuple[int, str], Tensor | None] = {}
         """FP32 scale ``(E,)`` of each quantized weight, by layer and projection; written at sync, in place."""
@@ -129,7 +131,8 @@ class _Experts:
             return Operand(x, None)
         q = quantize_nearest(x, numerics)
         self.owner.capture.write(Site(self.layer, kind), q, batch.slots, batch.tickets, pairs)
-        return Operand(q.operand(), q.decode_scale())
+        residual = self.owner.residual
+        return Operand(compensated(x, q, residual) if residual else q.operand(), q.decode_scale())
 
 
 @dataclass(slots=True)
