@@ -11,12 +11,21 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tracefp4.errors import ConfigError, suggest
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """How token losses become one number; ``rl/losses.py`` has the formulas."""
+
+
+LOSS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dapo": {"eps_high": 0.28},
+    "gspo": {"eps_low": 3e-4, "eps_high": 4e-4, "aggregation": "seq-mean-token-mean"},
+    "cispo": {"eps_low": 1.0},
+    "tbpo": {"eps_low": 3e-4, "eps_high": 4e-4, "aggregation": "seq-mean-token-mean"},
+}
+"""What a loss changes of the defaults of ``[loss]`` when its name is given: the settings of its paper."""
 
 
 class _Table(BaseModel):
@@ -38,6 +47,8 @@ class EngineConfig(_Table):
     """Capture the decode step in CUDA graphs where the model permits it."""
     compile_decode: bool = False
     """Compile the decoder layers for decode steps; the first steps of a run take some seconds more."""
+    residual: float = Field(default=0.0, ge=0, le=1)
+    """Share of each token's channels whose quantization residual is added to the experts' inputs (method ``quads``)."""
 
 
 class SamplingConfig(_Table):
@@ -82,18 +93,24 @@ class WarmStartConfig(_Table):
 class LossConfig(_Table):
     """The policy-gradient loss."""
 
-    name: Literal["grpo", "gspo"] = "grpo"
-    """``grpo``: token ratios with PPO clipping; ``gspo``: one length-normalised ratio a sequence."""
+    name: Literal["grpo", "dapo", "gspo", "cispo", "reinforce", "tbpo"] = "grpo"
+    """``grpo`` and ``dapo``: token ratios with PPO clipping; ``gspo``: one length-normalised ratio a sequence;
+    ``cispo``: clipped ratio as a weight; ``reinforce``: no ratio; ``tbpo``: sequence ratios, samples with negative
+    advantage dropped outside the clip range."""
     eps_low: float = Field(default=0.2, gt=0)
-    """Lower clip range."""
+    """Lower clip range. Other defaults: gspo, tbpo 3e-4; cispo 1 (no lower bound)."""
     eps_high: float = Field(default=0.2, gt=0)
-    """Upper clip range (DAPO: 0.28)."""
+    """Upper clip range. Other defaults: dapo 0.28; gspo, tbpo 4e-4."""
     dual_clip: float = Field(default=3.0, ge=1)
-    """Bound on the loss of samples with negative advantage."""
+    """Bound on the loss of samples with negative advantage (grpo, dapo)."""
     kl: float = Field(default=0.0, ge=0)
     """Weight of the k3 penalty against the reference policy (the warm-started weights)."""
     aggregation: Aggregation = "token-mean"
-    """How token losses become one number."""
+    """How token losses become one number. Other defaults: gspo, tbpo seq-mean-token-mean."""
+    score_centering: bool = False
+    """Subtract the expected score of the sampler, from its top-k log-probs (needs an engine that returns them)."""
+    centering_top: int = Field(default=128, gt=0)
+    """Tokens of the sampler's distribution that score centering knows at each position; the rest is modelled."""
     norm_std: bool = True
     """Divide advantages by the group's standard deviation (off: Dr. GRPO)."""
     filter_groups: bool = True
@@ -101,14 +118,32 @@ class LossConfig(_Table):
     overlong_buffer: int = Field(default=0, ge=0)
     """DAPO's soft penalty on the last tokens before the length limit; 0 is off."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_loss(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return LOSS_DEFAULTS.get(str(data.get("name")), {}) | data
+
 
 class CorrectionConfig(_Table):
     """Off-policy correction of the train-rollout mismatch."""
 
-    name: Literal["none", "tis"] = "tis"
-    """``tis``: token-level truncated importance sampling."""
+    name: Literal["none", "tis", "mis", "icepop"] = "tis"
+    """Weight of a token by its ratio r of trainer to rollout: ``tis`` min(r, cap); ``mis`` r up to the cap, else 0;
+    ``icepop`` r between ``low`` and ``high``, else 0."""
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Whose ratio: the token's, the product over the sequence, or its geometric mean."""
     cap: float = Field(default=2.0, gt=0)
-    """Upper bound of the importance weight."""
+    """Upper bound of the importance weight (``tis``, ``mis``)."""
+    low: float = Field(default=0.5, gt=0)
+    """Lower end of the band of ``icepop``."""
+    high: float = Field(default=5.0, gt=0)
+    """Upper end of the band of ``icepop``."""
+    reject: str = ""
+    """Rules that drop tokens or sequences besides, separated by commas, each ``name`` or ``name=threshold``:
+    ``token_k1``, ``seq_sum_k1``, ``seq_mean_k1`` (bounds of the ratio, ``0.5_2.0``), other ``token_k*`` and ``seq_*``
+    of verl, ``veto``, ``opsm``."""
 
 
 class OptimizerConfig(_Table):
@@ -176,7 +211,8 @@ class Config(_Table):
     policy: str = "smollm2-moe"
     """Model name or path."""
     method: str = "trace"
-    """How rollout and trainer are quantized: ``bf16``, ``qat``, ``trace``."""
+    """How rollout and trainer are quantized: ``bf16``, ``qat``, ``qat_w4a16``, ``qarl``, ``quads``, ``tis_sc``,
+    ``trace``."""
     spec: str = "nvfp4-w4a4-kv4"
     """Deployment: formats of weights, activations and KV cache."""
     numerics: str = "nvfp4-te"

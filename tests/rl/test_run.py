@@ -15,6 +15,7 @@ import torch
 from tracefp4.core import Kind
 from tracefp4.errors import CheckpointError, ConfigError, GuidanceMismatch, GuidanceMissing, GuidanceStale, SyncError
 from tracefp4.guidance import frame
+from tracefp4.methods import METHODS
 from tracefp4.rl import run as run_module
 from tracefp4.rl.collect import digest_experience, make_requests, sampling_params, score
 from tracefp4.rl.run import Run
@@ -54,6 +55,7 @@ GUIDED = {
     "guidance/bytes_per_token",
     "guidance/flip_rate",
     "guidance/scale_mismatch",
+    "guidance/unread_share",
 }
 
 
@@ -87,7 +89,7 @@ def _experience(run: Run) -> tuple[list[Any], Any]:
 # What is recorded -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["bf16", "qat", "trace"])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_and_records_what_the_design_names(make_run: MakeRun, method: str) -> None:
     run = make_run(f"method={method}", "steps=2")
     run.describe(lambda _: None)
@@ -144,6 +146,64 @@ def test_guidance_size_counts_whole_frames(make_run: MakeRun) -> None:
     values = sum(shape.values for shape in run.guided_shapes)
     assert metrics["guidance/bits_per_value"] == pytest.approx(8 * metrics["guidance/bytes_per_token"] / values)
     assert metrics["guidance/bits_per_value"] > 1 + 8 / 16
+
+
+def test_unread_share_is_that_of_the_dropped_samples(make_run: MakeRun) -> None:
+    run = make_run("steps=1", "eval.items=0")
+    (metrics,) = _train(run)
+    # Prompts are of one length and responses of at most four tokens, so bytes go with samples.
+    dropped = metrics["samples/dropped"] / metrics["samples/total"]
+    assert 0 < dropped < 1
+    assert metrics["guidance/unread_share"] == pytest.approx(dropped, abs=0.05)
+
+
+# What losses and corrections do in a run ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dapo", "gspo", "cispo", "reinforce", "tbpo"])
+def test_every_loss_trains(make_run: MakeRun, name: str) -> None:
+    steps = _train(make_run(f"loss.name={name}", "steps=1", "eval.items=0", "train.minibatches=2"))
+    assert steps[0]["grad_norm"] > 0 and math.isfinite(steps[0]["loss"])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("correction.level=sequence",),
+        ("correction.name=mis", "correction.level=geometric"),
+        ("correction.name=icepop",),
+        ("correction.reject=seq_mean_k1=0.9_1.1,veto,opsm",),
+    ],
+)
+def test_trace_combines_with_every_correction(make_run: MakeRun, settings: tuple[str, ...]) -> None:
+    steps = _train(make_run(*settings, "steps=1", "eval.items=0", "train.minibatches=2"))
+    assert steps[0]["guidance/coverage"] == 1.0
+    assert 0 <= steps[0]["correction/rejected_frac"] < 1
+    assert steps[0]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("correction", ["tis", "none"])
+def test_score_centering_uses_the_samplers_distribution(make_run: MakeRun, correction: str) -> None:
+    run = make_run("method=tis_sc", f"correction.name={correction}", "loss.centering_top=16")
+    assert run.config.loss.name == "reinforce" and run.top_logprobs == 16
+    _, experience = _experience(run)
+    assert all(e.top is None for e in experience.examples), "these requests did not ask"
+    run.config = run.config.model_copy(update={"steps": 1})
+    steps = _train(run)
+    assert steps[0]["grad_norm"] > 0
+    assert (steps[0]["correction/changed_frac"] > 0) <= (correction == "tis")
+
+
+def test_trace_combines_with_score_centering(make_run: MakeRun) -> None:
+    run = make_run("loss.name=reinforce", "loss.score_centering=true", "steps=1", "eval.items=0")
+    (metrics,) = _train(run)
+    assert metrics["guidance/coverage"] == 1.0 and metrics["grad_norm"] > 0
+
+
+def test_a_method_with_settings_of_its_own_resumes(make_run: MakeRun) -> None:
+    for method in ("qarl", "quads", "tis_sc"):
+        _train(make_run(f"method={method}", "steps=1", "eval.items=0", folder=method))
+        assert make_run(f"method={method}", "steps=2", "eval.items=0", folder=method).step == 1
 
 
 # Stopping and resuming ------------------------------------------------------------------------------------------------
@@ -249,6 +309,10 @@ def test_a_changed_weight_changes_the_digest(make_run: MakeRun) -> None:
         ("method=trac", "did you mean 'trace'"),
         ("plan=none", "use method 'qat'"),
         ("decoder=replay", "'r4-all\\+mid'"),
+        ("correction.reject=vetoo", "did you mean 'veto'"),
+        ("correction.low=9", "not below correction.high"),
+        ("rollout.residual=0.5", "guidance does not know"),
+        ("loss.score_centering=true", "loss.name = 'reinforce'"),
         ("loss.overlong_buffer=99", "longer than sampling.max_new_tokens"),
     ],
 )

@@ -5,10 +5,14 @@ from __future__ import annotations
 from tracefp4.errors import ConfigError, suggest
 from tracefp4.methods.base import Method
 from tracefp4.methods.bf16 import Bf16
+from tracefp4.methods.qarl import Qarl
 from tracefp4.methods.qat import Qat
+from tracefp4.methods.qat_w4a16 import QatW4A16
+from tracefp4.methods.quads import Quads
+from tracefp4.methods.tis_sc import TisSc
 from tracefp4.methods.trace import Trace
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (Bf16, Qat, Trace)}
+METHODS: dict[str, type[Method]] = {method.name: method for method in (Bf16, Qat, QatW4A16, Qarl, Quads, TisSc, Trace)}
 
 
 def get_method(name: str) -> Method:

@@ -1,14 +1,17 @@
 """What distinguishes one way of pairing a quantized rollout with its trainer from another.
 
-A method answers three questions: what does the rollout quantize, what does the trainer quantize, and does the trainer
-follow the rollout's rounding. Everything else (advantages, loss, correction, optimizer, data, seeds, route replay) is
-the same in every arm of a comparison, so it is not here.
+A method answers four questions: what does the rollout quantize, what does the trainer quantize, does the trainer follow
+the rollout's rounding, and which settings of the run does it bring along (a loss of its own, something the engine has
+to add or return). Everything else (advantages, loss, correction, optimizer, data, seeds, route replay) is the same in
+every arm of a comparison, so it is not here.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
+from tracefp4.config import Config
 from tracefp4.formats.spec import Spec, get_spec
 
 
@@ -27,7 +30,22 @@ class Method:
         """What the trainer's forward fake-quantizes."""
         return spec
 
+    def settings(self, config: Config) -> Config:
+        """The run's settings with what this method brings along; a setting that already fits is left as it is.
+
+        Applied once before a run, and again to the resolved configuration when it resumes, so that
+        ``settings(settings(c)) == settings(c)`` must hold.
+        """
+        return config
+
 
 def unquantized() -> Spec:
     """The spec that quantizes nothing."""
     return get_spec("bf16")
+
+
+def weights_only(spec: Spec) -> Spec:
+    """``spec`` with activations and KV cache in bfloat16: W4A16 for an FP4 spec."""
+    if spec.activations is None and spec.kv is None:
+        return spec
+    return replace(spec, name=f"{spec.name}/w4a16", activations=None, kv=None)

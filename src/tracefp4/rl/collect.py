@@ -7,7 +7,7 @@ dropped *before* any guidance is read. Guidance of a dropped sample is deleted u
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,14 +68,15 @@ def make_requests(
     ]
 
 
-def sampling_params(config: Config, temperature: float | None = None) -> SamplingParams:
-    """The run's sampling settings."""
+def sampling_params(config: Config, temperature: float | None = None, top_logprobs: int = 0) -> SamplingParams:
+    """The run's sampling settings; with ``top_logprobs`` the engine returns that many of each position."""
     s = config.sampling
     return SamplingParams(
         temperature=s.temperature if temperature is None else temperature,
         top_p=s.top_p,
         top_k=s.top_k,
         max_new_tokens=s.max_new_tokens,
+        top_logprobs=top_logprobs,
     )
 
 
@@ -129,6 +130,7 @@ def digest_experience(
                     advantage=float(advantages.values[i]),
                     index=i,
                     routes=rollout.routes,
+                    top=rollout.top if loss.score_centering else None,
                 )
             )
         elif store is not None and rollout.guidance is not None:
@@ -148,16 +150,25 @@ def _summary(rollouts: Sequence[Rollout], rewards: torch.Tensor) -> dict[str, fl
     }
 
 
-def guidance_size(rollouts: Sequence[Rollout], values: int) -> dict[str, float]:
+def guidance_size(rollouts: Sequence[Rollout], values: int, read: Collection[int] = ()) -> dict[str, float]:
     """What the guidance of a batch weighs, headers and all, whether it was read or not; empty without guidance.
+
+    ``guidance/unread_share`` is the share of bytes that belong to rollouts that trained nothing: guidance that waits at
+    the engine until the rewards are known never ships them.
 
     Args:
         rollouts: of one step.
         values: recorded values a token, over all sites of the plan.
+        read: positions of the rollouts that train something.
     """
     shipped = [r for r in rollouts if r.guidance is not None]
     rows = sum(r.rows for r in shipped)
     if not rows or not values:
         return {}
     size = sum(r.guidance.nbytes for r in shipped if r.guidance is not None)
-    return {"guidance/bytes_per_token": size / rows, "guidance/bits_per_value": 8 * size / (rows * values)}
+    unread = sum(r.guidance.nbytes for i, r in enumerate(rollouts) if r.guidance is not None and i not in read)
+    return {
+        "guidance/bytes_per_token": size / rows,
+        "guidance/bits_per_value": 8 * size / (rows * values),
+        "guidance/unread_share": unread / size,
+    }

@@ -6,10 +6,18 @@ weight has no upper bound, so *truncated importance sampling* (Ionides, 2008; fo
 efficient RL framework secretly brings you off-policy RL training*, 2025) uses ``min(rho, C)``: a small bias for a
 bounded variance.
 
-A correction is one function of the log-ratio, registered in :data:`CORRECTIONS`. It gets ``log rho (B, S)``, already
-clamped to +-20 and 0 outside the mask, and returns weights ``(B, S)``; a weight of 0 rejects a token. Sequence-level
-rules sum or average the log-ratio over the mask first; IcePop keeps ``rho`` inside a band and returns 0 outside it.
-Weights carry no gradient and never change the denominators of the loss.
+A correction is a *level* and a *rule*. The level says whose ratio counts: the token's own, the product over its
+sequence, or the geometric mean of the sequence (:data:`LEVELS`). The rule makes a weight of the ratio:
+
+``tis``     ``min(rho, cap)``
+``mis``     masked importance sampling: ``rho`` up to ``cap``, 0 above (Liu et al., *When speed kills stability*, 2025)
+``icepop``  ``rho`` inside ``[low, high]``, 0 outside (Ling team, *Every step evolves*, arXiv 2510.18855)
+
+Names follow verl's rollout correction: ``level`` is its ``rollout_is``, ``cap`` its ``rollout_is_threshold`` (2), and a
+threshold of two numbers there is ``icepop`` here, with its usual 0.5 and 5. Rules that drop tokens or sequences
+outright can be added (:mod:`tracefp4.rl.rejection`). A rule is registered in :data:`CORRECTIONS`; it gets
+``log rho (B, S)`` of its level, clamped to +-20, and returns weights ``(B, S)``. Weights carry no gradient and never
+change the denominators of the loss.
 
 All arms of a comparison use the same correction: TRACE removes the mismatch where it arises, a correction weighs what
 is left.
@@ -25,6 +33,7 @@ from torch import Tensor
 
 from tracefp4.config import CorrectionConfig
 from tracefp4.errors import ConfigError, suggest
+from tracefp4.rl.rejection import Seen, kept, parse_rules
 
 LOG_RATIO_LIMIT = 20.0
 """Clamp of the log-ratio before ``exp``, as in verl's rollout correction."""
@@ -36,7 +45,9 @@ class CorrectionStats:
 
     tokens: Tensor
     changed: Tensor
-    """Tokens whose weight the rule made different from their ratio: truncated or rejected."""
+    """Tokens whose weight a rule made different from their ratio: truncated or rejected."""
+    rejected: Tensor
+    """Tokens with weight 0."""
     weight_sum: Tensor
     weight_square_sum: Tensor
     ratio_max: Tensor
@@ -49,11 +60,12 @@ class CorrectionStats:
     def metrics(self) -> dict[str, float]:
         """Scalars for the journal; ``ess`` is the effective sample size as a share of the tokens."""
         raw = torch.stack([getattr(self, name).double() for name in self.__slots__]).tolist()
-        tokens, changed, total, squares, largest = raw
+        tokens, changed, rejected, total, squares, largest = raw
         tokens = max(tokens, 1.0)
         return {
             "correction/weight_mean": total / tokens,
             "correction/changed_frac": changed / tokens,
+            "correction/rejected_frac": rejected / tokens,
             "correction/ess": total * total / (squares * tokens) if squares > 0 else 0.0,
             "correction/ratio_max": largest,
         }
@@ -69,17 +81,60 @@ def uncorrected(log_ratio: Tensor, mask: Tensor, config: CorrectionConfig) -> Te
 
 
 def truncated(log_ratio: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:
-    """Token-level truncated importance sampling: ``min(rho, cap)``."""
+    """Truncated importance sampling: ``min(rho, cap)``."""
     return log_ratio.exp().clamp_max(config.cap)
 
 
-CORRECTIONS: dict[str, Rule] = {"none": uncorrected, "tis": truncated}
+def masked(log_ratio: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:
+    """Masked importance sampling: ``rho`` up to ``cap``, 0 above."""
+    ratio = log_ratio.exp()
+    return torch.where(ratio <= config.cap, ratio, 0.0)
+
+
+def banded(log_ratio: Tensor, mask: Tensor, config: CorrectionConfig) -> Tensor:
+    """IcePop: ``rho`` inside ``[low, high]``, 0 outside."""
+    ratio = log_ratio.exp()
+    return torch.where((ratio >= config.low) & (ratio <= config.high), ratio, 0.0)
+
+
+CORRECTIONS: dict[str, Rule] = {"none": uncorrected, "tis": truncated, "mis": masked, "icepop": banded}
 """Corrections by name."""
+
+
+def token_level(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Each token's own."""
+    return log_ratio
+
+
+def sequence_level(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """The log of the product over the sequence, at each of its tokens."""
+    total = log_ratio.sum(-1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return total.expand_as(log_ratio)
+
+
+def geometric_level(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """The log of the geometric mean over the sequence, at each of its tokens."""
+    mean = log_ratio.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp_min(1)
+    return mean.expand_as(log_ratio)
+
+
+LEVELS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token": token_level,
+    "sequence": sequence_level,
+    "geometric": geometric_level,
+}
+"""By name: ``(log_ratio, mask) -> log_ratio`` of the level, both ``(B, S)`` and the argument 0 outside the mask."""
 
 
 @torch.no_grad()
 def correction_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: CorrectionConfig
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    mask: Tensor,
+    config: CorrectionConfig,
+    *,
+    logprobs: Tensor | None = None,
+    advantages: Tensor | None = None,
 ) -> tuple[Tensor, CorrectionStats]:
     """Weights of the policy term.
 
@@ -88,6 +143,8 @@ def correction_weights(
         rollout_logprobs: ``(B, S)`` float32, the engine's, at the same temperature.
         mask: ``(B, S)`` true on response tokens; whatever stands elsewhere is not read.
         config: name and parameters.
+        logprobs: ``(B, S)`` float32, the trainer's current ones, and
+        advantages: ``(B, S)`` float32; rejection rule ``opsm`` needs both.
 
     Returns:
         ``(weights, stats)``: weights ``(B, S)`` float32, detached, 0 outside the mask.
@@ -103,12 +160,22 @@ def correction_weights(
     mask = mask.bool()
     log_ratio = torch.where(mask, old_logprobs.float() - rollout_logprobs.float(), 0.0)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    weights = torch.where(mask, CORRECTIONS[config.name](log_ratio, mask, config), 0.0)
+    levelled = LEVELS[config.level](log_ratio, mask)
+    weights = torch.where(mask, CORRECTIONS[config.name](levelled, mask, config), 0.0)
+    plain = torch.where(mask, levelled.exp(), 0.0) if config.name != "none" else weights
+    rules = parse_rules(config.reject)
+    if rules:
+        moved = None if logprobs is None else torch.where(mask, old_logprobs.float() - logprobs.float(), 0.0)
+        seen = Seen(log_ratio, mask, moved, advantages)
+        for rule in rules:
+            weights = torch.where(kept(rule, seen), weights, 0.0)
     ratio = torch.where(mask, log_ratio.exp(), 0.0)
-    changed = (weights != ratio).sum() if config.name != "none" else torch.zeros((), device=mask.device)
+    changed = (weights != plain).sum()
+    rejected = ((weights == 0) & mask).sum()
     stats = CorrectionStats(
         tokens=mask.sum().float(),
         changed=changed.float(),
+        rejected=rejected.float(),
         weight_sum=weights.sum(),
         weight_square_sum=weights.square().sum(),
         ratio_max=ratio.amax() if ratio.numel() else torch.zeros((), device=ratio.device),

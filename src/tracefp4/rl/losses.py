@@ -9,7 +9,7 @@ so a token whose ratio has already moved in the good direction by more than the 
 ``A < 0`` and a huge ratio that maximum is unbounded; *dual clip* (Ye et al., arXiv 1912.09729) caps it at ``-c A``.
 DAPO (arXiv 2503.14476) is the same loss with ``eps_high = 0.28``, averaged over tokens, without a KL term. GSPO (Zheng
 et al., arXiv 2507.18071) uses one ratio a sequence, ``s = exp(mean_t log r_t)``, with clip ranges near 3e-4; its dual
-clip is off.
+clip is off. The other losses, and what each makes of the ratio, are in :mod:`tracefp4.rl.clipping`.
 
 An optional term ``beta * k3`` holds the policy near a reference: with ``d = log pi_ref - log pi_theta``,
 ``k3 = exp(d) - 1 - d`` (Schulman, *Approximating KL divergence*, 2020).
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from tracefp4.config import LossConfig
 from tracefp4.errors import ConfigError, TaskError, suggest
+from tracefp4.rl.clipping import CLIPPINGS, Terms
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this before ``exp`` (as in verl): e^20 is 5e8, and float32 overflows at 88."""
@@ -107,6 +108,7 @@ def policy_loss(
     *,
     weights: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
+    centering: Tensor | None = None,
 ) -> tuple[Tensor, LossStats]:
     """Loss of one micro-batch, already divided by the denominators of the whole step.
 
@@ -120,6 +122,8 @@ def policy_loss(
         weights: ``(B, S)`` correction weights (:mod:`tracefp4.rl.corrections`); ``None`` for 1. They multiply the
             policy term, not the KL term.
         ref_logprobs: ``(B, S)`` float32 log-probs of the reference policy; needed if ``config.kl`` is not 0.
+        centering: ``(B, S)`` float32 from :func:`tracefp4.rl.centering.centering_term`, with gradient; times the
+            advantage it is added to the policy term.
 
     Returns:
         ``(loss, stats)``: a scalar whose sum over micro-batches is the loss of the step, and detached sums.
@@ -140,9 +144,11 @@ def policy_loss(
     # Clean before any arithmetic: NaN at a masked place would reach the gradient as 0 * NaN.
     difference = torch.where(mask, logprobs, 0.0) - torch.where(mask, old_logprobs, 0.0)
     ratio = LOG_RATIOS[config.name](difference, mask).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    losses, clipped = _clipped(ratio, advantages, config)
+    losses, clipped = CLIPPINGS[config.name](Terms(ratio, torch.where(mask, logprobs, 0.0), advantages), config)
     if weights is not None:
         losses = losses * torch.where(mask, weights.detach(), 0.0)
+    if centering is not None:
+        losses = losses + advantages * torch.where(mask, centering, 0.0)
     kl = None
     if config.kl > 0:
         if ref_logprobs is None:
@@ -167,8 +173,15 @@ def sequence_log_ratio(difference: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, mean[:, None] + difference - difference.detach(), 0.0)
 
 
-LOG_RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"grpo": token_log_ratio, "gspo": sequence_log_ratio}
-"""By loss name: ``(difference, mask) -> log-ratio``. This is all that the losses differ in."""
+LOG_RATIOS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "grpo": token_log_ratio,
+    "dapo": token_log_ratio,
+    "gspo": sequence_log_ratio,
+    "cispo": token_log_ratio,
+    "reinforce": token_log_ratio,
+    "tbpo": sequence_log_ratio,
+}
+"""By loss name: ``(difference, mask) -> log-ratio``. What is made of the ratio is in :mod:`tracefp4.rl.clipping`."""
 
 
 def reference_kl(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -197,20 +210,6 @@ def aggregate(losses: Tensor, mask: Tensor, denominators: Denominators, mode: st
         return losses.sum() / (denominators.sequences * denominators.norm_length)
     modes = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     raise ConfigError(f"unknown aggregation {mode!r}{suggest(mode, modes)}")
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    plain = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - config.eps_low, 1 + config.eps_high)
-    losses = torch.maximum(plain, bounded)
-    acts = bounded > plain
-    high, low = acts & (advantages > 0), acts & (advantages < 0)
-    dual = torch.zeros_like(acts)
-    if config.name != "gspo":
-        cap = -config.dual_clip * advantages
-        dual = (advantages < 0) & (losses > cap)
-        losses = torch.where(dual, cap, losses)
-    return losses, (low, high, dual)
 
 
 def _stats(ratio: Tensor, mask: Tensor, clipped: tuple[Tensor, Tensor, Tensor], kl: Tensor | None) -> LossStats:

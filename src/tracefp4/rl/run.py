@@ -73,12 +73,13 @@ class Run:
         note: Callable[[str], None] = lambda _: None,
         warm_progress: Callable[[int, float], None] | None = None,
     ) -> None:
+        self.method = get_method(config.method)
+        config = self.method.settings(config)
         check_training(config)
         self.config, self.note = config, note
         self.folder, self.device = Path(config.output_dir), resolve_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.method = get_method(config.method)
         spec = get_spec(config.spec, config.numerics)
         self.rollout_spec, self.trainer_spec = self.method.rollout_spec(spec), self.method.trainer_spec(spec)
         self.plan = Plan.parse(config.plan) if self.method.guided else None
@@ -137,6 +138,9 @@ class Run:
         if config.train.gradient_checkpointing:
             recompute_layers(self.model)
         self.layout = describe(self.model)
+        embedding: Any = self.model.get_input_embeddings()
+        centering = config.loss.score_centering
+        self.top_logprobs = min(config.loss.centering_top, embedding.num_embeddings) if centering else 0
         shapes = self.layout.recordable_shapes(self.trainer_spec)
         self.guided_shapes = () if self.plan is None else self.plan.select(shapes, self.layout.num_layers)
         self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder)
@@ -225,9 +229,8 @@ class Run:
         """One step of RL; returns its metrics."""
         config, clock = self.config, Clock()
         items = self.task.items("train", config.train.prompts, (config.seed, "step", self.step))
-        requests = make_requests(
-            items, self.prompter, sampling_params(config), config.train.samples, config.seed, f"step-{self.step}"
-        )
+        sampling = sampling_params(config, top_logprobs=self.top_logprobs)
+        requests = make_requests(items, self.prompter, sampling, config.train.samples, config.seed, f"step-{self.step}")
         with clock("rollout"):
             rollouts = self.engine.generate(requests, guidance=self.plan is not None)
         repeated = [item for item in items for _ in range(config.train.samples)]
@@ -251,7 +254,11 @@ class Run:
             **experience.metrics,
             **{f"reward/{cause}": float(count) for cause, count in sorted(unscored.items())},
             **trained,
-            **guidance_size(rollouts, sum(shape.values for shape in self.guided_shapes)),
+            **guidance_size(
+                rollouts,
+                sum(shape.values for shape in self.guided_shapes),
+                {example.index for example in experience.examples},
+            ),
             **seconds,
             "throughput/rollout_tok_s": tokens / max(seconds["time/rollout_s"], 1e-9),
             "throughput/train_tok_s": trained.get("train/tokens", 0.0) / max(seconds["time/train_s"], 1e-9),

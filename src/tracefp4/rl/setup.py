@@ -13,6 +13,8 @@ from tracefp4.errors import ConfigError, suggest
 from tracefp4.guidance.plan import Plan
 from tracefp4.methods import get_method
 from tracefp4.quantizers.guided import DECODERS
+from tracefp4.rl.centering import check_centering
+from tracefp4.rl.rejection import parse_rules
 
 
 def resolve_device(name: str) -> torch.device:
@@ -39,7 +41,18 @@ def check_training(config: Config) -> None:
         raise ConfigError(
             f"train.minibatches = {config.train.minibatches} does not divide train.prompts = {config.train.prompts}"
         )
+    parse_rules(config.correction.reject)
+    if config.correction.low >= config.correction.high:
+        raise ConfigError(
+            f"correction.low = {config.correction.low} is not below correction.high = {config.correction.high}"
+        )
+    check_centering(config)
     if get_method(config.method).guided:
+        if config.rollout.residual:
+            raise ConfigError(
+                f"method {config.method!r} records one rounding of each value, and rollout.residual adds a second that "
+                "guidance does not know; set rollout.residual = 0"
+            )
         plan = Plan.parse(config.plan)
         if not plan:
             raise ConfigError(

@@ -18,17 +18,19 @@ from torch import Tensor, nn
 
 from tracefp4.config import Config
 from tracefp4.core import Handle, Rollout
-from tracefp4.errors import GuidanceMissing
+from tracefp4.errors import EngineError, GuidanceMissing
 from tracefp4.guidance.frame import Expectation, decode
 from tracefp4.guidance.record import Record
 from tracefp4.guidance.store import Store
+from tracefp4.rl.centering import centering_term
+from tracefp4.rl.clipping import BYPASS
 from tracefp4.rl.corrections import CorrectionStats, correction_weights
 from tracefp4.rl.losses import Denominators, LossStats, policy_loss
 from tracefp4.rl.metrics import mismatch_metrics, response_deltas
 from tracefp4.training.batch import Example, MicroBatch, collate, plan_micro_batches
 from tracefp4.training.observe import Observer
 from tracefp4.training.optimizer import MasterAdamW
-from tracefp4.training.policy import token_logprobs
+from tracefp4.training.policy import TokenScores, score_tokens, token_logprobs
 from tracefp4.training.sites import TrainerSites
 
 Loader = Callable[[Example], Record | None]
@@ -118,16 +120,22 @@ class Updater:
         return metrics
 
     def _accumulate(self, examples: Sequence[Example], load: Loader | None, tally: Tally) -> None:
+        config = self.config
         lengths = [len(e.tokens) - e.prompt_length for e in examples]
-        denominators = Denominators.of(lengths, self.config.sampling.max_new_tokens)
+        denominators = Denominators.of(lengths, config.sampling.max_new_tokens)
         for batch in self._batches(examples, load):
             observer = Observer() if tally.wants_observation(batch) else None
             with self.sites.batch(batch, observer=observer):
-                logprobs, entropy = token_logprobs(self.model, batch, self.config.sampling.temperature)
-                self.sites.observer = None
+                scored = score_tokens(self.model, batch, config.sampling.temperature)
+                logprobs, self.sites.observer = scored.logprobs, None
                 old = tally.old(batch, logprobs)
                 weights, corrected = correction_weights(
-                    old, batch.rollout_logprobs, batch.response, self.config.correction
+                    logprobs.detach() if config.loss.name in BYPASS else old,
+                    batch.rollout_logprobs,
+                    batch.response,
+                    config.correction,
+                    logprobs=logprobs.detach(),
+                    advantages=batch.advantages,
                 )
                 loss, stats = policy_loss(
                     logprobs,
@@ -135,13 +143,25 @@ class Updater:
                     batch.advantages,
                     batch.response,
                     denominators,
-                    self.config.loss,
+                    config.loss,
                     weights=weights,
                     ref_logprobs=None if self._reference is None else self._reference(batch),
+                    centering=self._centering(batch, scored),
                 )
                 loss.backward()
             self.optimizer.collect()
-            tally.add(batch, logprobs.detach(), entropy, loss.detach(), stats, corrected, observer)
+            tally.add(batch, logprobs.detach(), scored.entropy, loss.detach(), stats, corrected, observer)
+
+    def _centering(self, batch: MicroBatch, scored: TokenScores) -> Tensor | None:
+        """The expected score of the sampler at each response token, ``(B, S)``."""
+        config = self.config
+        if not config.loss.score_centering:
+            return None
+        if batch.top is None or scored.top is None:
+            raise EngineError("loss.score_centering needs the sampler's top log-probs, and the rollouts carry none")
+        cap = config.correction.cap if config.correction.name == "tis" else None
+        term = centering_term(scored.top, batch.top.logprobs, cap)
+        return torch.zeros_like(scored.logprobs).masked_scatter(batch.response, term)
 
     def _check_coverage(self, tally: Tally) -> None:
         coverage, least = tally.coverage(), self.config.train.min_coverage

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tracefp4.core import Site, SiteShape
+from tracefp4.core import Site, SiteShape, TopLogprobs
 from tracefp4.errors import GuidanceMismatch
 from tracefp4.guidance.codec import CHUNK
 from tracefp4.guidance.record import Record, SiteRecord
@@ -40,6 +40,8 @@ class Example:
     """Guidance of its ``N - 1`` rows."""
     routes: Tensor | None = None
     """``(N - 1, moe_layers, top_k)`` expert ids of the rollout."""
+    top: TopLogprobs | None = None
+    """The sampler's likeliest tokens at each response position."""
 
     @property
     def rows(self) -> int:
@@ -88,6 +90,9 @@ class MicroBatch:
     guidance: GuidedRows | None
     routes: Tensor | None
     """``(B * S, moe_layers, top_k)`` int64; -1 where nothing was recorded."""
+    top: TopLogprobs | None = None
+    """The sampler's likeliest tokens: ids int64 and log-probs float32 ``(T, k)``, ``T`` the response tokens row by row,
+    on the device; ``None`` unless every example has them."""
 
 
 def plan_micro_batches(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
@@ -137,6 +142,7 @@ def collate(examples: Sequence[Example], device: torch.device, pad_id: int = 0) 
         index=tuple(e.index for e in examples),
         guidance=_stack_guidance(examples, width, device),
         routes=_stack_routes(examples, width, device),
+        top=_stack_top(examples, device),
     )
 
 
@@ -150,9 +156,22 @@ def _check(e: Example) -> None:
             f"sequence {e.index}: {len(e.rollout_logprobs)} log-probs for "
             f"{len(e.tokens) - e.prompt_length} response tokens"
         )
+    if e.top is not None and len(e.top.ids) != len(e.tokens) - e.prompt_length:
+        raise GuidanceMismatch(
+            f"sequence {e.index}: likeliest tokens of {len(e.top.ids)} positions for "
+            f"{len(e.tokens) - e.prompt_length} response tokens"
+        )
     for name, count in (("guidance", e.record and e.record.rows), ("routes", e.routes is not None and len(e.routes))):
         if count and count != e.rows:
             raise GuidanceMismatch(f"sequence {e.index}: {name} has {count} rows, the sequence {e.rows}")
+
+
+def _stack_top(examples: Sequence[Example], device: torch.device) -> TopLogprobs | None:
+    known = [e.top for e in examples if e.top is not None]
+    if len(known) < len(examples):
+        return None
+    ids = torch.cat([top.ids for top in known]).to(torch.int64)
+    return TopLogprobs(ids.to(device), torch.cat([top.logprobs for top in known]).to(device))
 
 
 def _stack_routes(examples: Sequence[Example], width: int, device: torch.device) -> Tensor | None:

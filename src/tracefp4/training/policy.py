@@ -8,7 +8,7 @@ that the engine uses as well.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,23 +30,42 @@ def token_logprobs(model: Any, batch: MicroBatch, temperature: float = 1.0, chun
     Returns:
         ``(logprobs, entropy)``, each ``(B, S)`` float32 and 0 outside the response; the entropy carries no gradient.
     """
+    scored = score_tokens(model, batch, temperature, chunk)
+    return scored.logprobs, scored.entropy
+
+
+class TokenScores(NamedTuple):
+    """What a forward pass says of the response tokens."""
+
+    logprobs: Tensor
+    """``(B, S)`` float32, 0 outside the response."""
+    entropy: Tensor
+    """``(B, S)`` float32 without gradient, 0 outside the response."""
+    top: Tensor | None
+    """``(T, k)`` float32: log-probs of the sampler's likeliest tokens (``MicroBatch.top``), if the batch has them."""
+
+
+def score_tokens(model: Any, batch: MicroBatch, temperature: float = 1.0, chunk: int = 4096) -> TokenScores:
+    """As :func:`token_logprobs`, and the log-probs of the sampler's likeliest tokens where the batch has them."""
     decoder = model.get_decoder()
     hidden = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(model).__name__} has no output head")
     rows, targets = hidden[batch.response], batch.targets[batch.response]
+    likeliest = None if batch.top is None else batch.top.ids
     pieces = []
     for start in range(0, rows.shape[0], chunk):
-        part = (head, rows[start : start + chunk], targets[start : start + chunk], temperature)
+        top = None if likeliest is None else likeliest[start : start + chunk]
+        part = (head, rows[start : start + chunk], targets[start : start + chunk], top, temperature)
         pieces.append(
             checkpoint(_head_logprobs, *part, use_reentrant=False) if torch.is_grad_enabled() else _head_logprobs(*part)
         )
     logprobs = torch.zeros(batch.response.shape, dtype=torch.float32, device=hidden.device)
     entropy = torch.zeros_like(logprobs)
-    logprobs = logprobs.masked_scatter(batch.response, torch.cat([p for p, _ in pieces]))
-    entropy = entropy.masked_scatter(batch.response, torch.cat([h for _, h in pieces]))
-    return logprobs, entropy
+    logprobs = logprobs.masked_scatter(batch.response, torch.cat([piece[0] for piece in pieces]))
+    entropy = entropy.masked_scatter(batch.response, torch.cat([piece[1] for piece in pieces]))
+    return TokenScores(logprobs, entropy, None if likeliest is None else torch.cat([piece[2] for piece in pieces]))
 
 
 def recompute_layers(model: Any) -> None:
@@ -58,9 +77,12 @@ def recompute_layers(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
-def _head_logprobs(head: nn.Module, rows: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _head_logprobs(
+    head: nn.Module, rows: Tensor, targets: Tensor, top: Tensor | None, temperature: float
+) -> tuple[Tensor, ...]:
     logits = head(rows).float() / temperature
     logs = torch.log_softmax(logits, dim=-1)
     with torch.no_grad():
         entropy = -(logs.exp() * logs).sum(-1)
-    return logs.gather(-1, targets[:, None]).squeeze(-1), entropy
+    chosen = logs.gather(-1, targets[:, None]).squeeze(-1)
+    return (chosen, entropy) if top is None else (chosen, entropy, logs.gather(-1, top))
