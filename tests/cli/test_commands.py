@@ -166,9 +166,9 @@ def test_rollout_generates_and_weighs_its_guidance(capsys: pytest.CaptureFixture
     assert "guidance" not in shown
 
 
-def test_rollout_of_a_spec_without_activation_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rollout_of_a_spec_with_eight_bit_activations(capsys: pytest.CaptureFixture[str]) -> None:
     some = ["rollout", "tiny:qwen3_moe", "--prompt", "1+1=", "--max-new-tokens", "2", "--device", "cpu"]
-    assert _json(capsys, *some, "--spec", "mxfp4-w4a8-kv4")["sites"] == 4
+    assert _json(capsys, *some, "--spec", "mxfp4-w4a8-kv4")["sites"] == 8
 
 
 @pytest.mark.parametrize(("spec", "shown"), [(None, "nvfp4-w4a4-kv4"), ("bf16", "bf16")])

@@ -127,18 +127,28 @@ def test_bytes_grow_with_the_plan(measured) -> None:
     assert whole > one_bit > congruent > kv > 0
 
 
-def test_mxfp8_activations_are_measured_without_their_guidance() -> None:
+def test_mxfp8_activations_are_measured_with_their_guidance() -> None:
     notes: list[str] = []
     found = measure(
         MeasureSettings("tiny:qwen3_moe", "mxfp4-w4a8-kv4", prompts=2, samples=1, max_new_tokens=4, device="cpu"),
         notes.append,
     )
-    assert {s["kind"] for s in found.sites} == {"k", "v"}
+    assert {s["kind"] for s in found.sites} == {"k", "v", "experts_in", "experts_mid"}
     assert len([row for row in found.rows if row.name == "guided"]) == len(DEFAULT_ROWS)
     replayed = _first(found, "r4-all+mid", "replay")
     assert replayed.wrong_code_rate == 0.0
-    # K and V of two heads in two layers: 32 values, a 4-bit code each and one scale byte.
-    assert replayed.bytes_per_token == 2 * 2 * 2 * (32 / 2 + 1)
+    # In two layers K and V of two heads, 32 values each, experts' inputs of 64 and two intermediates of 96: four bits a
+    # value and one byte for 32 of them.
+    assert replayed.bytes_per_token == 2 * (2 * 2 * 32 + 64 + 2 * 96) * (1 / 2 + 1 / 32)
+
+
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "mxfp4-w4a8-kv4", "mxfp4-w4a4-kv4", "nvfp4-w4a4", "nvfp4-kv4"])
+def test_guidance_corrects_codes_under_every_spec(spec: str) -> None:
+    sizes = {"prompts": 6, "samples": 2, "max_new_tokens": 12, "device": "cpu"}
+    found = measure(MeasureSettings("tiny-moe", spec, plans=("r1-all+mid",) if "a" in spec else ("r1-all",), **sizes))
+    rows = {row.name: row for row in found.rows}
+    assert rows["guided"].wrong_code_rate < 0.2 * rows["qat"].wrong_code_rate
+    assert rows["guided"].k3 < rows["fp4_vs_bf16"].k3
 
 
 def _first(found: Measurement, plan: str, decoder: str) -> Row:
@@ -176,5 +186,7 @@ def test_wrong_plans_are_refused_before_anything_is_generated(changes, message, 
 
 def test_a_gauge_knows_what_can_be_recorded() -> None:
     model = tiny_model("qwen3_moe")
-    assert {shape.site.kind for shape in Gauge(model, get_spec("mxfp4-w4a8-kv4")).shapes} == {Kind.K, Kind.V}
-    assert len(Gauge(model, get_spec("mxfp4-w4a4-kv4")).shapes) == 8
+    kv = {Kind.K, Kind.V}
+    assert {shape.site.kind for shape in Gauge(model, get_spec("nvfp4-kv4")).shapes} == kv
+    for spec in ("mxfp4-w4a4-kv4", "mxfp4-w4a8-kv4"):
+        assert len(Gauge(model, get_spec(spec)).shapes) == 8

@@ -475,13 +475,14 @@ def test_a_kl_weight_changes_the_gradient(make_run: MakeRun) -> None:
 # Specs ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["mxfp4-w4a8-kv4", "nvfp4-w4a4", "nvfp4-kv4"])
-def test_partial_specs_train_with_the_sites_they_have(make_run: MakeRun, spec: str) -> None:
+@pytest.mark.parametrize("spec", ["mxfp4-w4a8-kv4", "mxfp4-w4a4-kv4", "nvfp4-w4a4", "nvfp4-kv4"])
+def test_other_specs_train_with_the_sites_they_have(make_run: MakeRun, spec: str) -> None:
     run = make_run(f"spec={spec}", "steps=2", "eval.items=0")
     said: list[str] = []
     run.describe(said.append)
     expected = {
-        "mxfp4-w4a8-kv4": {Kind.K, Kind.V},
+        "mxfp4-w4a8-kv4": {Kind.K, Kind.V, Kind.EXPERTS_IN, Kind.EXPERTS_MID},
+        "mxfp4-w4a4-kv4": {Kind.K, Kind.V, Kind.EXPERTS_IN, Kind.EXPERTS_MID},
         "nvfp4-w4a4": {Kind.EXPERTS_IN, Kind.EXPERTS_MID},
         "nvfp4-kv4": {Kind.K, Kind.V},
     }
@@ -491,6 +492,17 @@ def test_partial_specs_train_with_the_sites_they_have(make_run: MakeRun, spec: s
     per_token = frame.bytes_per_token(run.plan, run.guided_shapes, run.layout.num_layers)  # type: ignore[arg-type]
     assert any(f"{per_token:.0f} B a token" in line for line in said)
     assert trained[0]["guidance/bytes_per_token"] > per_token
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("depth", ["quarter", "half", "all"])
+def test_plans_of_every_width_and_depth_select_what_they_say(make_run: MakeRun, bits: int, depth: str) -> None:
+    layers = {"quarter": 1, "half": 2, "all": 4}[depth]
+    for suffix, kinds in (("", 3), ("+mid", 4)):
+        run = make_run(f"plan=r{bits}-{depth}{suffix}", "warm_start.steps=0", folder=suffix or "paper")
+        assert run.plan is not None and run.plan.bits == bits
+        assert len(run.guided_shapes) == layers * kinds
+        assert min(shape.site.layer for shape in run.guided_shapes) == 4 - layers
 
 
 def test_congruent_scales_are_checked_in_every_step(make_run: MakeRun) -> None:

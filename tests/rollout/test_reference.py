@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tracefp4.core import Kind
+from tracefp4.core import Kind, Site
 from tracefp4.guidance.codec import unpack_bits
 from tracefp4.models.tiny import FAMILIES
 
@@ -59,11 +59,17 @@ def test_other_specs_agree_with_the_reference(make_bench, make_request, spec):
     torch.testing.assert_close(torch.tensor(rollout.logprobs), bench.reference.score(rollout), atol=1e-4, rtol=0)
 
 
-def test_mxfp8_activations_are_not_recorded(make_bench, make_request):
-    bench = make_bench(spec="mxfp4-w4a8-kv4")
+def test_mxfp8_activations_are_recorded_by_their_low_bits(make_bench, make_request):
+    bench = make_bench(spec="mxfp4-w4a8-kv4", plan="r2-all+mid")
     (rollout,) = bench.engine.generate([make_request("a", 9)])
-    assert {site.kind for site in bench.record(rollout).sites} == {Kind.K, Kind.V}
-    assert bench.engine.capabilities.kinds == {Kind.K, Kind.V}
+    record = bench.record(rollout)
+    assert {site.kind for site in record.sites} == bench.engine.capabilities.kinds
+    assert {Kind.EXPERTS_IN, Kind.EXPERTS_MID, Kind.K, Kind.V} == bench.engine.capabilities.kinds
+    _, naive = bench.reference(rollout.tokens)
+    site = Site(0, Kind.EXPERTS_IN)
+    outcome, seen = record.sites[site].outcome(), naive.seen[0, Kind.EXPERTS_IN]
+    assert torch.equal(outcome.low, seen.codes[: rollout.rows] & 3)
+    assert torch.equal(outcome.scales, seen.scales[: rollout.rows])
 
 
 @pytest.mark.parametrize(

@@ -50,10 +50,10 @@ def generate(wanted: GenerateSettings) -> dict[str, Any]:
         the number of recorded ones.
     """
     spec = get_spec(wanted.spec, wanted.numerics)
-    plan = _plan(wanted.plan, spec)
     loaded = load_model(wanted.model, device=resolve_device(wanted.device))
     tokenizer: Any = loaded.tokenizer
     layout = describe(loaded.model)
+    plan = _plan(wanted.plan, spec, layout.num_layers)
     sites = () if plan is None else plan.select(layout.recordable_shapes(spec), layout.num_layers)
     prompter = _prompter(tokenizer, wanted.plain)
     requests = [
@@ -108,8 +108,8 @@ def _weight(rollouts: Sequence[Rollout], store: Store) -> dict[str, Any]:
     return {"bytes": total, "bytes_per_token": total / sum(r.rows for r in rollouts), "parts": parts}
 
 
-def _plan(name: str, spec: Spec) -> Plan | None:
+def _plan(name: str, spec: Spec, num_layers: int) -> Plan | None:
     """``auto`` records every site in one bit, or nothing where the spec has no site to record."""
     if name != "auto":
-        return Plan.parse(name) or None
+        return Plan.parse(name, num_layers) or None
     return Plan.parse("r1-all+mid") if spec.activations is not None or spec.kv is not None else None

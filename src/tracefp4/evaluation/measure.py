@@ -65,7 +65,7 @@ DEFAULT_ROWS: tuple[tuple[str, str], ...] = (
     ("r1-all:kv", "bracket"),
     ("r1-half", "bracket"),
 )
-"""Plan and decoder of each guided row; ``half`` stands for the deepest half, the paper's depth."""
+"""Plan and decoder of each guided row; ``half`` is the paper's depth."""
 
 DEFAULT_TASK = {
     "kind": "reasoning_gym",
@@ -287,8 +287,7 @@ def _plans(
     asked = [(plan, decoder or "bracket") for plan, _, decoder in (text.partition("@") for text in wanted.plans)]
     rows = []
     for name, decoder in asked or DEFAULT_ROWS:
-        # "half" is the paper's depth, which depends on the model.
-        plan = Plan.parse(name.replace("-half", f"-l{max(1, num_layers // 2)}"))
+        plan = Plan.parse(name, num_layers)
         try:
             plan.select(shapes, num_layers)
         except ConfigError:

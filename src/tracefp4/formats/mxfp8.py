@@ -1,8 +1,8 @@
 """MXFP8: thirty-two E4M3 elements and one power of two.
 
 The activation format of W4A8 deployments: MXFP4 weights against activations of 8 + 8/32 = 8.25 bits. Elements have
-three mantissa bits, so their rounding error is a quarter of FP4's and there is nothing that guidance of FP4 codes
-could say about them: guided rounding refuses this format and the trainer rounds it to nearest.
+three mantissa bits, so their rounding error is a quarter of FP4's. Bytes are ordered like magnitudes and neighbours
+differ in their lowest bit, so guided rounding works as for FP4 (:mod:`tracefp4.quantizers.guided_e4m3`).
 
 The scale is the smallest power of two that does not clip (``2^ceil(log2(m / 448))``), as NVIDIA's MXFP8 kernels choose
 it. ``code x scale`` has four significant bits and is exact in bfloat16 wherever it does not overflow or fall below

@@ -5,13 +5,14 @@ many bits a block scale travels. More of each costs bytes and buys agreement. Th
 
     plan   = "none" | code "-" layers [ ":" kind ] { "+" kind } [ "/" scale ]
     code   = "r1" | "r2" | "r3" | "r4"          low bits of each 4-bit code
-    layers = "all" | "l" n                      every decoder layer, or the n deepest
+    layers = "all" | "l" n | "half" | "quarter" every decoder layer, or the n deepest
     kind   = "experts" | "mid" | "kv" | "k" | "v" | "latent"
     scale  = "s8" | "s3" | "s2"                 whole bytes (the default), or congruent in 3 or 2 bits
 
 Without ``:`` a plan holds ``experts`` (the experts' input) and ``kv`` (K, V, and the latent vector of latent
 attention): the sites of the paper. ``+mid`` adds the input of the down projection. ``:`` starts from one kind instead,
-for ablations. Some plans:
+for ablations. ``half`` and ``quarter`` stand for a number of layers that depends on the model; a plan of a known model
+has the number in its name. Some plans:
 
 ``r1-l20``          1 bit, the 20 deepest layers: the paper's plan for a model of 40 layers
 ``r1-all+mid``      1 bit, every layer, the down projection's input too
@@ -48,7 +49,8 @@ _WORDS: dict[str, tuple[Kind, ...]] = {
     "latent": (Kind.LATENT,),
     "mid": (Kind.EXPERTS_MID,),
 }
-_GRAMMAR = re.compile(r"r([1-4])-(?:all|l([1-9][0-9]{0,4}))(?::([a-z]+))?((?:\+[a-z]+)*)(?:/s([238]))?")
+_GRAMMAR = re.compile(r"r([1-4])-(?:all|l([1-9][0-9]{0,4})|(half|quarter))(?::([a-z]+))?((?:\+[a-z]+)*)(?:/s([238]))?")
+_SHARES = {"half": 2, "quarter": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +98,26 @@ class Plan:
         return bool(self.kinds)
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
+    def parse(cls, text: str, num_layers: int | None = None) -> Plan:
         """Read a plan's name (grammar above). ``str`` of the result is the shortest name of the same plan.
 
+        Args:
+            text: the name.
+            num_layers: decoder layers of the model, for plans over ``half`` or a ``quarter`` of them.
+
         Raises:
-            ConfigError: no such plan; the message names the nearest one.
+            ConfigError: no such plan, with the nearest one; or a plan that depends on a model that is not known.
         """
         if text == "none":
             return cls(0, kinds=())
         match = _GRAMMAR.fullmatch(text)
         if match is None:
             raise ConfigError(f"unknown plan {text!r} (did you mean {_nearest(text)!r}?)")
-        bits, depth, first, more, scale = match.groups()
+        bits, depth, share, first, more, scale = match.groups()
+        if share and num_layers is None:
+            raise ConfigError(f"plan {text!r} depends on the model; write the number of layers, as in 'r1-l20'")
+        if share and num_layers is not None:
+            depth = str(max(1, num_layers // _SHARES[share]))
         words = [w for w in (first, *more.split("+")) if w]
         kinds: list[Kind] = [] if first else list(PAPER_KINDS)
         for word in words:
@@ -167,7 +177,7 @@ def _inventory(shapes: Sequence[SiteShape]) -> str:
 def _nearest(text: str) -> str:
     """The plan whose name is most like ``text``."""
     number = re.search(r"l([1-9][0-9]{0,4})", text.lower())
-    layers = ["all", f"l{number.group(1)}" if number else "l20"]
+    layers = ["all", f"l{number.group(1)}" if number else "l20", "half", "quarter"]
     kinds = ["", "+mid", ":kv", ":experts", ":experts+mid"]
     names = [f"r{b}-{d}{k}{s}" for b in "1234" for d in layers for k in kinds for s in ("", "/s3", "/s2")]
     return difflib.get_close_matches(text.lower(), [*names, "none"], n=1, cutoff=0.0)[0]

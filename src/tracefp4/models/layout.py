@@ -93,13 +93,12 @@ class ModelLayout:
         return tuple(shapes)
 
     def recordable_shapes(self, spec: Spec) -> tuple[SiteShape, ...]:
-        """Return the sites of :meth:`site_shapes` that guidance can be about: those whose elements are FP4 codes.
+        """Return the sites that guidance can be about: every one whose neighbouring codes differ in their lowest bit.
 
-        MXFP8 activations have no codes that guided rounding could follow. What an engine records, what a plan weighs
-        and what a trainer expects are all selected from these.
+        That holds for E2M1 and for the E4M3 elements of MXFP8, so these are all of :meth:`site_shapes`. What an engine
+        records, what a plan weighs and what a trainer expects are all selected from them.
         """
-        elements = {kind: numerics.element for kind in Kind if (numerics := spec.for_kind(kind)) is not None}
-        return tuple(shape for shape in self.site_shapes(spec) if elements[shape.site.kind] == "e2m1")
+        return self.site_shapes(spec)
 
     def _kv_sizes(self) -> tuple[tuple[Kind, tuple[int, int]], ...]:
         if self.latent_rank is not None and self.rope_dim is not None:

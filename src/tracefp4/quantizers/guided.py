@@ -27,7 +27,8 @@ rounding cell is nearest, which is the most probable code under a small symmetri
 whatever ``z`` is (4 bits). The first two keep the sign of ``z``, and with 4 bits they are ``replay``.
 
 A decision depends on ``z`` only through comparisons with a few dyadic thresholds, so it is tabulated from the
-definition: class of ``z`` to cell, then (cell, recorded bits) to code (:mod:`tracefp4.formats.tables`). Distances
+definition: class of ``z`` to cell, then (cell, recorded bits) to code (:mod:`tracefp4.formats.tables`). Elements of
+eight bits have a file of their own (:mod:`tracefp4.quantizers.guided_e4m3`). Distances
 matter inside a bracket too: under ``bits=2`` the nearest congruent magnitude changes at 3.75, inside [3, 4].
 """
 
@@ -46,6 +47,7 @@ from tracefp4.formats.e2m1 import MAGNITUDES
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.tables import classify, lookup, on_device, representatives
 from tracefp4.quantizers.congruent import LARGEST_E4M3, LARGEST_E8M0, restore_scales
+from tracefp4.quantizers.guided_e4m3 import choose_e4m3
 
 DECODERS = ("bracket", "nearest", "map", "replay")
 """How recorded bits are read."""
@@ -55,9 +57,9 @@ DECODERS = ("bracket", "nearest", "map", "replay")
 class Outcome:
     """What was kept of the rollout's quantization of one tensor.
 
-    ``low`` uint8 ``(..., D)``: the low ``bits`` (1 to 4) bits of each code. ``scales`` uint8 ``(..., D / B)``: whole
-    bytes when ``scale_bits`` is 8, else their low 2 or 3 bits. ``global_scale`` float32 ``(..., 1)`` in primary form,
-    ``None`` where the numerics has a constant or none.
+    ``low`` uint8 ``(..., D)``: the low ``bits`` (1 to 4) bits of each code, which has eight for E4M3 elements.
+    ``scales`` uint8 ``(..., D / B)``: whole bytes when ``scale_bits`` is 8, else their low 2 or 3 bits.
+    ``global_scale`` float32 ``(..., 1)`` in primary form, ``None`` where the numerics has a constant or none.
     """
 
     low: Tensor
@@ -88,6 +90,12 @@ def choose(z: Tensor, low: Tensor, bits: int, decoder: str = "bracket") -> Tenso
     return lookup(on_device(code_table, z.device, bits, decoder), index)
 
 
+def choose_eight(z: Tensor, low: Tensor, bits: int, decoder: str = "bracket") -> Tensor:
+    """As :func:`choose` for E4M3 elements: bytes on that grid (:mod:`tracefp4.quantizers.guided_e4m3`)."""
+    _check_choice(z, low, bits, decoder)
+    return choose_e4m3(z, low, bits, decoder)
+
+
 def quantize_guided(x: Tensor, outcome: Outcome, numerics: Numerics, decoder: str = "bracket") -> Quantized:
     """Quantize ``x (..., D)`` with the rollout's scales, each value to the neighbour that the rollout's outcome names.
 
@@ -98,17 +106,13 @@ def quantize_guided(x: Tensor, outcome: Outcome, numerics: Numerics, decoder: st
         decoder: one of :data:`DECODERS`.
 
     Raises:
-        FormatError: the elements are not E2M1, or shapes, dtypes or bits do not fit.
+        FormatError: shapes, dtypes or bits do not fit.
     """
-    if numerics.element != "e2m1":
-        raise FormatError(
-            f"Guided rounding names neighbours of the E2M1 grid; {numerics.name!r} has {numerics.element} elements, "
-            "round it to nearest."
-        )
     _check_shapes(x, outcome, numerics)
     scales = rollout_scales(x, outcome, numerics)
     z = normalize(x, scales, outcome.global_scale, numerics)
-    codes = clear_zero_blocks(choose(z, outcome.low, outcome.bits, decoder), scales, numerics)
+    pick = choose if numerics.element == "e2m1" else choose_eight
+    codes = clear_zero_blocks(pick(z, outcome.low, outcome.bits, decoder), scales, numerics)
     # After the clip a sum is NaN only if a value is; then the block decodes to NaN instead of to a finite guess.
     broken = z.unflatten(-1, (-1, numerics.block)).sum(-1).isnan()
     nan = e4m3.NAN if numerics.scale_format == "e4m3" else e8m0.NAN

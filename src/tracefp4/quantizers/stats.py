@@ -23,7 +23,7 @@ def flips(z: Tensor, low: Tensor, bits: int, numerics: Numerics) -> Tensor:
     Returns:
         bool ``(..., D)``.
     """
-    return wrong_codes(encode(z, numerics), low, bits)
+    return wrong_codes(encode(z, numerics), low, bits, numerics.element)
 
 
 def flip_rate(z: Tensor, low: Tensor, bits: int, numerics: Numerics) -> Tensor:
@@ -31,12 +31,12 @@ def flip_rate(z: Tensor, low: Tensor, bits: int, numerics: Numerics) -> Tensor:
     return flips(z, low, bits, numerics).float().mean()
 
 
-def wrong_codes(codes: Tensor, recorded: Tensor, bits: int = 4) -> Tensor:
+def wrong_codes(codes: Tensor, recorded: Tensor, bits: int = 4, element: str = "e2m1") -> Tensor:
     """Which codes are not the recorded ones, as far as ``bits`` low bits tell, bool.
 
-    Whole codes (4 bits) are compared as values, so that ``+0`` equals ``-0``; with fewer the kept bits are.
+    Whole codes (4 bits of E2M1) are compared as values, so that ``+0`` equals ``-0``; otherwise the kept bits are.
     """
-    if bits < 4:
+    if bits < 4 or element != "e2m1":
         return (codes & ((1 << bits) - 1)) != recorded
     different = codes ^ recorded
     return (different != 0) & ~((different == 8) & (codes & 7 == 0))

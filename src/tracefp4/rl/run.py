@@ -82,7 +82,6 @@ class Run:
             torch.set_num_threads(config.threads)
         spec = get_spec(config.spec, config.numerics)
         self.rollout_spec, self.trainer_spec = self.method.rollout_spec(spec), self.method.trainer_spec(spec)
-        self.plan = Plan.parse(config.plan) if self.method.guided else None
         self.task = make_task(config.task)
         loaded = load_model(config.policy, device=self.device, seed=config.seed)
         self.model, self.source = loaded.model, loaded.source
@@ -125,6 +124,8 @@ class Run:
     def _build(self) -> None:
         config = self.config
         self.store = MemoryStore()
+        self.layout = describe(self.model)
+        self.plan = Plan.parse(config.plan, self.layout.num_layers) if self.method.guided else None
         self.engine = make_engine(
             config.engine,
             model=copy.deepcopy(self.model),
@@ -137,7 +138,6 @@ class Run:
         start = copy.deepcopy(self.model) if config.loss.kl > 0 else None
         if config.train.gradient_checkpointing:
             recompute_layers(self.model)
-        self.layout = describe(self.model)
         embedding: Any = self.model.get_input_embeddings()
         centering = config.loss.score_centering
         self.top_logprobs = min(config.loss.centering_top, embedding.num_embeddings) if centering else 0

@@ -53,7 +53,7 @@ def check_training(config: Config) -> None:
                 f"method {config.method!r} records one rounding of each value, and rollout.residual adds a second that "
                 "guidance does not know; set rollout.residual = 0"
             )
-        plan = Plan.parse(config.plan)
+        plan = Plan.parse(config.plan, num_layers=4)  # The model is not loaded yet; only its depth would differ.
         if not plan:
             raise ConfigError(
                 f"method {config.method!r} follows a plan, and plan 'none' records nothing; use method 'qat'"

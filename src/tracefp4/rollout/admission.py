@@ -33,10 +33,7 @@ class Limits:
 
 
 def recorded_shapes(layout: ModelLayout, spec: Spec, plan: Plan | None) -> tuple[SiteShape, ...]:
-    """The sites that the engine records: those of the plan whose elements are FP4 codes.
-
-    A plan that holds nothing else is refused by :meth:`Plan.select`.
-    """
+    """The sites that the engine records: those of the plan."""
     return () if plan is None else plan.select(layout.recordable_shapes(spec), layout.num_layers)
 
 

@@ -79,11 +79,11 @@ class Observer:
             blocks=blocks,
             flips=_sum(flips(z, outcome.low, outcome.bits, numerics) & mask),
             scale_misses=_sum((own != scales) & mask),
-            wrong_codes=_sum(wrong_codes(result.codes, outcome.low, outcome.bits) & mask),
+            wrong_codes=_sum(wrong_codes(result.codes, outcome.low, outcome.bits, numerics.element) & mask),
             difference=_sum(blocks * 0),
             energy=_sum(blocks * 0),
         )
-        if outcome.bits == 4:
+        if outcome.bits == 4 and numerics.element == "e2m1":
             theirs = Quantized(outcome.low, scales, outcome.global_scale, numerics).dequantize(torch.float32)
             ours = result.dequantize(torch.float32)
             counts.difference = _sum(((ours - theirs) ** 2) * mask)
