@@ -171,6 +171,32 @@ def test_rollout_of_a_spec_with_eight_bit_activations(capsys: pytest.CaptureFixt
     assert _json(capsys, *some, "--spec", "mxfp4-w4a8-kv4")["sites"] == 8
 
 
+def test_quantize_of_a_run_and_its_evaluation(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "packed"
+    some = [
+        "quantize",
+        str(trained),
+        "--method",
+        "hscale",
+        "--output",
+        str(folder),
+        "--prompts",
+        "4",
+        "--device",
+        "cpu",
+    ]
+    found = _json(capsys, *some)
+    assert found["errors"]["weighted"] < found["errors"]["weighted_nearest"]
+    assert found["calibration"]["prompts"] == 4
+    evaluated = ["eval", str(folder), "--config", str(trained / "config.toml"), "--items", "4", "--samples", "1"]
+    assert _json(capsys, *evaluated, "--device", "cpu")["spec"] == "nvfp4-w4a4-kv4"
+    assert _json(capsys, *evaluated, "--spec", "bf16", "--device", "cpu")["spec"] == "bf16"
+    assert main.run(some) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("spec", "shown"), [(None, "nvfp4-w4a4-kv4"), ("bf16", "bf16")])
 def test_eval_of_a_run(trained: Path, capsys: pytest.CaptureFixture[str], spec: str | None, shown: str) -> None:
     some = ["eval", str(trained), "--items", "4", "--samples", "2", "--k", "1", "--k", "2", "--device", "cpu"]

@@ -47,6 +47,7 @@ COMMANDS: dict[str, Entry] = {
     "measure": Entry("tracefp4.cli.measure", "Measure how far apart rollout and trainer are."),
     "rollout": Entry("tracefp4.cli.rollout", "Generate in FP4 and record guidance."),
     "eval": Entry("tracefp4.cli.eval", "Estimate pass@k of a policy as it is deployed."),
+    "quantize": Entry("tracefp4.cli.quantize", "Quantize the weights of a finished policy."),
     "report": Entry("tracefp4.cli.report", "Write the page of one run, or of several side by side."),
     "doctor": Entry("tracefp4.cli.doctor", "Check this machine and what it can run."),
 }

@@ -32,6 +32,8 @@ from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.tables import lookup, on_device
 
 FLT_MAX = torch.finfo(torch.float32).max
+LARGEST_SCALE = 448.0
+"""Block scale that the block of the largest value gets: the largest E4M3 number."""
 _INT = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _MAX_EXPONENT = 126
 """Powers of two up to this one and their reciprocals are normal floats."""
@@ -114,20 +116,24 @@ def quantize_weight(w: Tensor, numerics: Numerics) -> Quantized:
     return quantize(w, numerics, per=1)
 
 
-def global_scale(x: Tensor, numerics: Numerics, *, per: int = 0) -> Tensor | None:
+def global_scale(x: Tensor, numerics: Numerics, *, per: int = 0, largest: float = LARGEST_SCALE) -> Tensor | None:
     """The global scale of ``x`` in primary form.
 
     Args:
         x: ``(..., D)``.
         numerics: scope ``token`` gives ``(..., 1)``; ``tensor`` gives ``[]``; ``constant`` and ``none`` give ``None``.
         per: for scope ``tensor``, how many leading axes have a global scale each; the others become axes of size 1.
+        largest: block scale that the block of the largest value gets.
     """
-    return _global_from_amax(block_amax(x, numerics), numerics, per)
+    return _global_from_amax(block_amax(x, numerics), numerics, per, largest)
 
 
-def block_scales(x: Tensor, global_scale: Tensor | None, numerics: Numerics) -> Tensor:
-    """Scale bytes uint8 ``(..., D / B)`` of ``x (..., D)`` under a given global scale (primary form)."""
-    return _scales_from_amax(block_amax(x, numerics), global_scale, numerics)
+def block_scales(x: Tensor, global_scale: Tensor | None, numerics: Numerics, *, expand: float = 1.0) -> Tensor:
+    """Scale bytes uint8 ``(..., D / B)`` of ``x (..., D)`` under a given global scale (primary form).
+
+    E4M3 scales are multiplied by ``expand`` before they are rounded.
+    """
+    return _scales_from_amax(block_amax(x, numerics), global_scale, numerics, expand)
 
 
 def normalize(x: Tensor, scales: Tensor, global_scale: Tensor | None, numerics: Numerics) -> Tensor:
@@ -237,7 +243,7 @@ def _forms(g: Tensor | None, numerics: Numerics, like: Tensor) -> tuple[Tensor |
     return (g, _inverse(g)) if numerics.global_form == "encode" else (_inverse(g), g)
 
 
-def _global_from_amax(amax: Tensor, numerics: Numerics, per: int) -> Tensor | None:
+def _global_from_amax(amax: Tensor, numerics: Numerics, per: int, largest: float = LARGEST_SCALE) -> Tensor | None:
     if numerics.scope in ("constant", "none"):
         return None
     if amax.numel() == 0 and numerics.scope == "tensor":
@@ -248,9 +254,9 @@ def _global_from_amax(amax: Tensor, numerics: Numerics, per: int) -> Tensor | No
     else:
         axes = tuple(range(per, amax.ndim))
         top = finite.amax(axes, keepdim=per > 0)
-    whole = _fill(448.0 * numerics.element_max, top)
+    whole = _fill(largest * numerics.element_max, top)
     if numerics.global_rule == "pow2":
-        return _power_of_two(top, numerics)
+        return _power_of_two(top, whole, numerics)
     if numerics.global_form == "decode":
         scale = torch.div(top, whole)
     elif numerics.global_rule == "amax-rcp":
@@ -260,10 +266,10 @@ def _global_from_amax(amax: Tensor, numerics: Numerics, per: int) -> Tensor | No
     return torch.where((top == 0) | (scale == 0), 1.0, scale.clamp_(max=FLT_MAX))
 
 
-def _power_of_two(top: Tensor, numerics: Numerics) -> Tensor:
-    """Largest power of two ``g`` with ``g * top <= 448 E``, read from the bits; its inverse in decode form."""
+def _power_of_two(top: Tensor, whole: Tensor, numerics: Numerics) -> Tensor:
+    """Largest power of two ``g`` with ``g * top <= whole``, read from the bits; its inverse in decode form."""
     mantissa, exponent = torch.frexp(top)
-    whole_mantissa, whole_exponent = torch.frexp(_fill(448.0 * numerics.element_max, top))
+    whole_mantissa, whole_exponent = torch.frexp(whole)
     power = whole_exponent - exponent - (mantissa > whole_mantissa).to(torch.int32)
     power = torch.where(top == 0, 0, power).clamp(-_MAX_EXPONENT, _MAX_EXPONENT)
     if numerics.global_form == "decode":
@@ -271,7 +277,7 @@ def _power_of_two(top: Tensor, numerics: Numerics) -> Tensor:
     return (power + 127).bitwise_left_shift(23).view(torch.float32)
 
 
-def _scales_from_amax(amax: Tensor, g: Tensor | None, numerics: Numerics) -> Tensor:
+def _scales_from_amax(amax: Tensor, g: Tensor | None, numerics: Numerics, expand: float = 1.0) -> Tensor:
     if numerics.scale_format == "e8m0":
         return _e8m0_scales(amax, numerics)
     m = amax.clamp(max=FLT_MAX)
@@ -286,6 +292,7 @@ def _scales_from_amax(amax: Tensor, g: Tensor | None, numerics: Numerics) -> Ten
     else:
         value = torch.div(m, top) if rule == "block-first" else m * _inverse(top)
         value = value if encode_scale is None else value * encode_scale
+    value = value if expand == 1.0 else value * expand
     data = e4m3.encode(value.clamp(min=numerics.scale_floor) if numerics.scale_floor else value)
     if numerics.zero_scale == 0.0 and numerics.scale_floor == 0.0:
         return data

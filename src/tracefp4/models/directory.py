@@ -15,12 +15,14 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tracefp4.errors import ModelError
+from tracefp4.models.packed import PACKED_FILE, read_packed, write_packed
+from tracefp4.models.packing import PackedWeight
 
 if TYPE_CHECKING:
     import torch
@@ -122,11 +124,8 @@ def save_model(loaded: LoadedModel, directory: str | Path) -> Path:
         ModelError: the folder has content, or cannot be written.
     """
     path = Path(directory).expanduser().absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ModelError(f"{path} exists already; choose a new folder")
     try:
-        if path.is_dir():
-            path.rmdir()
+        _claim(path)
         with complete_folder(path) as working, quiet():
             loaded.model.save_pretrained(working)
             loaded.tokenizer.save_pretrained(working)
@@ -145,6 +144,8 @@ def load_directory(path: Path, *, dtype: torch.dtype) -> LoadedModel:
     """
     if not (path / "config.json").is_file():
         raise ModelError(f"{path} is no model folder: it has no config.json")
+    if (path / PACKED_FILE).is_file():
+        return _load_packed(path, dtype)
     loaded = read_pretrained(str(path), dtype, local_files_only=True)
     file = path / SOURCE_FILE
     if not file.is_file():
@@ -155,6 +156,51 @@ def load_directory(path: Path, *, dtype: torch.dtype) -> LoadedModel:
         raise ModelError(f"{file} is not JSON: {first_sentence(error)}") from error
     source["notes"] = [*source.get("notes", []), *loaded.source["notes"]]
     return loaded._replace(source=source)
+
+
+def _load_packed(path: Path, dtype: torch.dtype) -> LoadedModel:
+    from transformers import AutoTokenizer
+
+    with quiet():
+        model, facts = read_packed(path, dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    note = f"Expert weights are stored in {facts['spec']} by method {facts['method']}; the model holds their values."
+    facts = {key: value for key, value in facts.items() if key != "weights"}
+    return LoadedModel(model, tokenizer, {"name": str(path), "notes": [note], "packed": str(path), **facts})
+
+
+def save_packed_model(
+    loaded: LoadedModel, packed: Mapping[str, PackedWeight], directory: str | Path, **written: Any
+) -> Path:
+    """Write a packed folder that :func:`tracefp4.models.loading.load_model` reads.
+
+    Args:
+        loaded: model and tokenizer.
+        packed: codes and scales of every expert projection.
+        directory: must not exist yet, or be empty.
+        **written: ``spec``, ``numerics`` and ``facts`` of :func:`tracefp4.models.packed.write_packed`.
+
+    Raises:
+        ModelError: the folder has content, or cannot be written.
+    """
+    path = Path(directory).expanduser().absolute()
+    _claim(path)
+    try:
+        with complete_folder(path) as working, quiet():
+            loaded.model.config.save_pretrained(working)
+            loaded.tokenizer.save_pretrained(working)
+            write_packed(loaded.model, packed, working, **written)
+    except OSError as error:
+        raise ModelError(f"the model cannot be written to {path}: {error}") from error
+    return path
+
+
+def _claim(path: Path) -> None:
+    """Refuse a folder with content; remove an empty one, which the finished folder will replace."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ModelError(f"{path} exists already; choose a new folder")
+    if path.is_dir():
+        path.rmdir()
 
 
 def read_pretrained(name: str, dtype: torch.dtype, **options: Any) -> LoadedModel:

@@ -33,9 +33,22 @@ class PackedWeight:
     """``(E, 1, 1)`` float32 in the numerics' primary form."""
     numerics: Numerics
 
+    @classmethod
+    def of(cls, q: Quantized) -> PackedWeight:
+        """Pack what a quantizer of stacked weights ``(E, out, in)`` chose."""
+        return cls(e2m1.pack(q.codes), q.scales, q.global_scale, q.numerics)
+
+    def quantized(self) -> Quantized:
+        """Codes one a byte."""
+        return Quantized(e2m1.unpack(self.codes), self.scales, self.global_scale, self.numerics)
+
+    def dequantize(self) -> Tensor:
+        """Values ``(E, out, in)`` float32."""
+        return self.quantized().dequantize()
+
     def operand(self) -> Operand:
         """The weight as a matrix multiplication takes it: exact bfloat16 values and one FP32 scale an expert."""
-        q = Quantized(e2m1.unpack(self.codes), self.scales, self.global_scale, self.numerics)
+        q = self.quantized()
         scale = q.decode_scale()
         return Operand(q.operand(), None if scale is None else scale.reshape(-1))
 
@@ -56,8 +69,7 @@ def pack_weight(weight: Tensor, numerics: Numerics, *, transposed: bool = False)
         transposed: whether the contraction axis is the middle one.
     """
     matrix = weight.transpose(1, 2).contiguous() if transposed else weight
-    q = quantize_weight(matrix.detach(), numerics)
-    return PackedWeight(e2m1.pack(q.codes), q.scales, q.global_scale, numerics)
+    return PackedWeight.of(quantize_weight(matrix.detach(), numerics))
 
 
 def expert_weights(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str, Tensor, bool]]:

@@ -32,6 +32,7 @@ from tracefp4.guidance.store import Store
 from tracefp4.models.binding import bind, unbind
 from tracefp4.models.coverage import Coverage, coverage
 from tracefp4.models.layout import describe
+from tracefp4.models.packing import PackedWeight
 from tracefp4.rollout.admission import Limits, check_request, recorded_shapes
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.engine import Capabilities, Digest, EngineStats, Progress
@@ -335,7 +336,7 @@ class EmbeddedEngine:
 
     # -- Weights
 
-    def sync(self, state: Mapping[str, Tensor], version: int) -> Digest:
+    def sync(self, state: Mapping[str, Tensor | PackedWeight], version: int) -> Digest:
         """Take new weights; see :meth:`tracefp4.rollout.engine.Engine.sync`. Nothing is cached across versions."""
         if self.busy:
             raise SyncError(

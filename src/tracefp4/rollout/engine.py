@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tracefp4.core import Kind, Request, Rollout
 from tracefp4.models.coverage import Coverage
+from tracefp4.models.packing import PackedWeight
 
 Digest = str
 """Checksum of the deployed weights: XXH3-128, 32 hex characters (:mod:`tracefp4.models.packing`)."""
@@ -122,11 +123,12 @@ class Engine(Protocol):
         """Give up on a request; return its unfinished samples with what they had, without guidance."""
         ...
 
-    def sync(self, state: Mapping[str, Tensor], version: int) -> Digest:
+    def sync(self, state: Mapping[str, Tensor | PackedWeight], version: int) -> Digest:
         """Take new weights.
 
         Args:
-            state: every parameter by name, in the dtype that the engine computes in.
+            state: every parameter by name, in the dtype that the engine computes in; an expert weight may come packed,
+                and is then served with these codes (the embedded engine).
             version: their version.
 
         Raises:

@@ -52,18 +52,23 @@ class WeightSync:
             self._put(name, self._parameters[name])
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Put every tensor in place.
+    def load(self, state: Mapping[str, Tensor | PackedWeight]) -> None:
+        """Put every tensor in place. An expert weight that comes packed is served as it is.
 
         Raises:
             SyncError: naming the first tensor that is missing, unknown, or of another shape or dtype.
         """
         self._check_names(state)
         for name in self._parameters:
-            self._put(name, self._checked(name, state[name], self._parameters[name]))
+            found = state[name]
+            if isinstance(found, PackedWeight):
+                self._put_packed(name, found)
+            else:
+                self._put(name, self._checked(name, found, self._parameters[name]))
         for name, target in self._others.items():
-            if name in state:
-                tensor = self._checked(name, state[name], target)
+            found = state.get(name)
+            if isinstance(found, Tensor):
+                tensor = self._checked(name, found, target)
                 if any(target is parameter for parameter in self._parameters.values()):
                     self._check_tied(name, tensor, target)
                 else:
@@ -91,8 +96,30 @@ class WeightSync:
             if tensor is not target:
                 target.detach().copy_(tensor)
             return
+        transposed = self._experts[name][2]
+        self._place(name, pack_weight(tensor.to(target.device), self.numerics, transposed=transposed))
+
+    def _put_packed(self, name: str, packed: PackedWeight) -> None:
+        if name not in self._experts or self.numerics is None or packed.numerics.hash != self.numerics.hash:
+            mine = "bf16" if self.numerics is None else self.numerics.name
+            raise SyncError(
+                f"{name!r} comes packed as {packed.numerics.name}, the engine deploys {mine}; build it with the "
+                "spec that the weights were quantized for"
+            )
+        target = self._parameters[name]
+        experts, out, width = packed.codes.shape[0], packed.codes.shape[1], 2 * packed.codes.shape[2]
+        shape = (experts, width, out) if self._experts[name][2] else (experts, out, width)
+        if shape != tuple(target.shape):
+            raise SyncError(f"{name!r} comes packed with shape {shape}, the engine's has {tuple(target.shape)}")
+        scale = None if packed.global_scale is None else packed.global_scale.to(target.device)
+        codes, scales = packed.codes.to(target.device), packed.scales.to(target.device)
+        self._place(name, PackedWeight(codes, scales, scale, packed.numerics))
+
+    def _place(self, name: str, packed: PackedWeight) -> None:
+        """Keep a packed weight and overwrite the parameter with its operand."""
         layer, projection, transposed = self._experts[name]
-        self._packed[name] = packed = pack_weight(tensor.to(target.device), self.numerics, transposed=transposed)
+        target = self._parameters[name]
+        self._packed[name] = packed
         operand = packed.operand()
         values = target.detach().transpose(1, 2) if transposed else target.detach()
         values.copy_(operand.values)
@@ -102,7 +129,7 @@ class WeightSync:
         else:
             known.copy_(operand.scale)
 
-    def _check_names(self, state: Mapping[str, Tensor]) -> None:
+    def _check_names(self, state: Mapping[str, Tensor | PackedWeight]) -> None:
         missing = [name for name in self._parameters if name not in state]
         if missing:
             raise SyncError(

@@ -1,0 +1,111 @@
+"""``quantize``: a policy in, a packed folder out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tracefp4.config import Config
+from tracefp4.core import SamplingParams
+from tracefp4.errors import ConfigError
+from tracefp4.export.calibration import Calibration, calibrate
+from tracefp4.export.posthoc import needs_calibration, quantize_experts, summary
+from tracefp4.formats.spec import get_spec
+from tracefp4.models.directory import LoadedModel, save_packed_model
+from tracefp4.models.loading import load_model
+from tracefp4.rl.collect import make_requests
+from tracefp4.rl.policies import is_run, load_policy
+from tracefp4.rl.prompts import Prompter
+from tracefp4.rl.setup import resolve_device
+from tracefp4.rl.tasks import make_task
+from tracefp4.rollout.registry import make_engine
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeSettings:
+    """What :func:`quantize` is asked for; the command's options."""
+
+    model: str
+    """A model by name, a folder, or a run."""
+    output: Path
+    method: str = "nvfp4"
+    spec: str = "nvfp4-w4a4-kv4"
+    numerics: str = "nvfp4-te"
+    config: Path | None = None
+    """Config whose task gives the calibration prompts; a run's own by default."""
+    calibrate: bool = False
+    """Calibrate also for a method that does not need it, to report weighted errors."""
+    prompts: int = 64
+    """Calibration prompts; the policy answers each once, in bfloat16."""
+    device: str = "auto"
+    seed: int = 0
+
+
+def quantize(wanted: QuantizeSettings, note: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """Quantize the expert weights of a policy and write them.
+
+    Returns:
+        What was written beside the weights: method, spec, errors overall and of each weight.
+
+    Raises:
+        ConfigError: an unknown method, a spec without NVFP4 weights, or calibration without a task.
+        ModelError: the output folder has content.
+    """
+    numerics = get_spec(wanted.spec, wanted.numerics).weights
+    if numerics is None or numerics.scale_format != "e4m3":
+        raise ConfigError(f"spec {wanted.spec!r} has no NVFP4 weights; use 'nvfp4-w4a4-kv4' for example")
+    calibrated = needs_calibration(wanted.method) or wanted.calibrate
+    if calibrated and wanted.config is None and not is_run(wanted.model):
+        raise ConfigError("calibration needs prompts: give --config FILE with a task, or the folder of a run")
+    tree, loaded = _load(wanted)
+    found = None
+    if calibrated and tree is not None:
+        found = _calibration(tree, loaded, wanted)
+        note(f"calibrated on {found.tokens} tokens; {found.unreached} experts were not reached")
+    packed, rows = quantize_experts(loaded.model, wanted.method, numerics, None if found is None else found.energy)
+    facts: dict[str, Any] = {"method": wanted.method, "model": wanted.model, "errors": summary(rows)}
+    if found is not None:
+        facts["calibration"] = {"prompts": wanted.prompts, "tokens": found.tokens, "unreached": found.unreached}
+    save_packed_model(
+        loaded,
+        packed,
+        wanted.output,
+        spec=wanted.spec,
+        numerics=wanted.numerics,
+        facts={**facts, "source": loaded.source},
+    )
+    head = {"output": str(wanted.output), "spec": wanted.spec, "numerics": wanted.numerics}
+    return head | facts | {"rows": [asdict(row) for row in rows]}
+
+
+def _load(wanted: QuantizeSettings) -> tuple[Config | None, LoadedModel]:
+    if wanted.config is None and not is_run(wanted.model):
+        return None, load_model(wanted.model, device=resolve_device(wanted.device), seed=wanted.seed)
+    return load_policy(wanted.model, wanted.config, (), wanted.device)
+
+
+def _calibration(tree: Config, loaded: LoadedModel, wanted: QuantizeSettings) -> Calibration:
+    """Prompts of the training split and the policy's own bfloat16 responses to them."""
+    tokenizer: Any = loaded.tokenizer
+    task = make_task(tree.task)
+    try:
+        items = task.items("train", wanted.prompts, ("calibration", wanted.seed))
+        prompter = Prompter(tokenizer, tree.task)
+        sampling = SamplingParams(tree.sampling.temperature, max_new_tokens=tree.sampling.max_new_tokens)
+        requests = make_requests(items, prompter, sampling, 1, wanted.seed, "calibration")
+    finally:
+        task.close()
+    engine = make_engine(
+        "embedded",
+        model=copy.deepcopy(loaded.model),
+        tokenizer=tokenizer,
+        spec=get_spec("bf16"),
+        plan=None,
+        store=None,
+        settings=tree.rollout.model_copy(update={"residual": 0.0}),
+    )
+    rollouts = engine.generate(requests, guidance=False)
+    return calibrate(loaded.model, [r.tokens for r in rollouts], tree.train.micro_tokens)
