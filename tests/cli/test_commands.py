@@ -46,7 +46,8 @@ def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
 
 def test_train_leaves_a_whole_run(trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
-    assert names == {"config.toml", "metrics.jsonl", "samples.jsonl", "checkpoints", "report.html", "summary.json"}
+    records = {"metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "summary.json"}
+    assert names == {"config.toml", "checkpoints", "report.html", *records}
     assert [path.name for path in (trained / "checkpoints").iterdir()] == ["step-000002"]
     lines = [json.loads(line) for line in (trained / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines] == [0, 0, 1, 2]
@@ -164,6 +165,14 @@ def test_rollout_generates_and_weighs_its_guidance(capsys: pytest.CaptureFixture
     shown = capsys.readouterr().out
     assert "> 1+1=" in shown
     assert "guidance" not in shown
+
+
+def test_rollout_profile_splits_the_time(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    some = ["rollout", str(trained), "--prompt", "1+1=", "--max-new-tokens", "3", "--device", "cpu", "--profile"]
+    shares = _json(capsys, *some)["profile"]["shares"]
+    assert sum(shares.values()) == pytest.approx(1.0) and all(share > 0 for share in shares.values())
+    assert shares["forward"] == max(shares.values())
+    assert _json(capsys, *some[:-1])["profile"] is None
 
 
 def test_rollout_of_a_spec_with_eight_bit_activations(capsys: pytest.CaptureFixture[str]) -> None:

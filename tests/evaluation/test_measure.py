@@ -151,6 +151,15 @@ def test_guidance_corrects_codes_under_every_spec(spec: str) -> None:
     assert rows["guided"].k3 < rows["fp4_vs_bf16"].k3
 
 
+def test_histogram_of_codebook_steps(measured) -> None:
+    found, _, _ = measured
+    qat = next(row for row in found.rows if row.name == "qat")
+    assert sum(qat.code_steps) == pytest.approx(1.0)
+    # +0 and -0 are one entry, so a code counts as wrong exactly when it is a step or more away.
+    assert 1 - qat.code_steps[0] == pytest.approx(qat.wrong_code_rate)
+    assert next(row for row in found.rows if row.name == "bf16_floor").code_steps is None
+
+
 def _first(found: Measurement, plan: str, decoder: str) -> Row:
     return next(row for row in found.rows if (row.plan, row.decoder) == (plan, decoder))
 

@@ -106,6 +106,10 @@ def test_every_method_runs_and_records_what_the_design_names(make_run: MakeRun, 
     assert [m["weight_version"] for m in steps] == [1, 2]
     evaluations = [line for line in _lines(run) if "eval/chain_sum/pass@1" in line]
     assert [line["step"] for line in evaluations] == [0, 2]
+    by_item = _lines(run, "evaluations")
+    assert [line["step"] for line in by_item] == [0, 2]
+    for line, scores in zip(evaluations, by_item, strict=True):
+        assert sum(scores["eval/scores"]) / 4 == pytest.approx(line["eval/chain_sum/pass@1"])
     low, high = evaluations[0]["eval/chain_sum/pass@1_ci"]
     assert low <= evaluations[0]["eval/chain_sum/pass@1"] <= high
 
@@ -219,7 +223,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make_run: MakeRu
     assert (second.step, second.version) == (2, 2)
     assert len(_train(second)) == 2
     assert _without_clocks(_lines(second)) == _without_clocks(_lines(whole))
-    assert _lines(second, "samples") == _lines(whole, "samples")
+    for name in ("samples", "evaluations"):
+        assert _lines(second, name) == _lines(whole, name)
     assert sum("grad_norm" in line for line in _lines(whole)) >= 3
     for (name, a), (_, b) in zip(whole.model.named_parameters(), second.model.named_parameters(), strict=True):
         assert torch.equal(a, b), name

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from tracefp4.errors import TaskError
-from tracefp4.rl.statistics import cluster_sums, difference_bootstrap, mean_bootstrap, ratio_bootstrap, wilson
+from tracefp4.rl.statistics import (
+    cluster_sums,
+    crossed_bootstrap,
+    difference_bootstrap,
+    mean_bootstrap,
+    ratio_bootstrap,
+    wilson,
+)
 
 
 def test_ratio_of_sums_weighs_by_size():
@@ -112,3 +119,25 @@ def test_wilson_covers():
 def test_impossible_requests_are_refused(call, message):
     with pytest.raises(TaskError, match=message):
         call()
+
+
+def test_crossed_bootstrap_knows_both_sources_of_spread():
+    rng = np.random.default_rng(0)
+    items = rng.normal(size=400)
+    level = np.tile(items, (3, 1))
+    by_items = crossed_bootstrap(level)
+    assert by_items.estimate == pytest.approx(items.mean())
+    half = (by_items.high - by_items.low) / 2
+    assert half == pytest.approx(1.96 * items.std() / 20, rel=0.1)
+    # Seeds that differ by a constant widen the interval, however many items there are.
+    moved = crossed_bootstrap(level + np.array([[-1.0], [0.0], [1.0]]))
+    assert moved.high - moved.low > 3 * (by_items.high - by_items.low)
+    assert moved.method == "bootstrap over seeds and items"
+
+
+def test_crossed_bootstrap_of_one_seed_is_that_of_items():
+    found = crossed_bootstrap([[0.0, 1.0, 1.0, 0.0]])
+    assert (found.estimate, found.clusters, found.method) == (0.5, 4, "bootstrap over items")
+    assert crossed_bootstrap([[1.0], [0.0]]).low is None
+    with pytest.raises(TaskError, match="seeds by items"):
+        crossed_bootstrap([1.0, 2.0])

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="Model name or path: smollm2-moe, tiny-moe, a folder, a hub name.")],
+    model: Annotated[
+        str, typer.Argument(help="Model name or path: smollm2-moe, tiny-moe, a folder, a run, a hub name.")
+    ],
     spec: Annotated[str, typer.Option(help="Deployment that is measured.")] = "nvfp4-w4a4-kv4",
     numerics: Annotated[str, typer.Option(help="Arithmetic of the FP4 formats.")] = "nvfp4-te",
     plan: Annotated[

@@ -12,7 +12,7 @@ from tracefp4.errors import ConfigError
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="Model name or path.")],
+    model: Annotated[str, typer.Argument(help="Model name or path, or the folder of a run.")],
     prompt: Annotated[list[str] | None, typer.Option(help="Prompt text; may be repeated.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="File with one prompt a line.")] = None,
     spec: Annotated[str, typer.Option(help="Deployment.")] = "nvfp4-w4a4-kv4",
@@ -29,6 +29,9 @@ def run(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     plain: Annotated[bool, typer.Option(help="Do not apply the chat template.")] = False,
     guidance_dir: Annotated[Path | None, typer.Option(help="Keep guidance frames in this folder.")] = None,
+    profile: Annotated[
+        bool, typer.Option(help="Say where the time goes: forward, KV dequantization, guidance. Slower.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
     as_json: JsonOption = False,
@@ -58,6 +61,7 @@ def run(
             device=device,
             plain=plain,
             folder=guidance_dir,
+            profile=profile,
         )
     )
     emit(found, as_json=as_json, text=_text(found))
@@ -75,4 +79,7 @@ def _text(found: dict[str, Any]) -> str:
     if found["guidance"]:
         lines += [f"guidance ({found['plan']}): {found['guidance']['bytes_per_token']:.0f} B a token"]
         lines += [f"  {part}: {size} B" for part, size in found["guidance"]["parts"].items()]
+    if found["profile"]:
+        shares = found["profile"]["shares"].items()
+        lines += ["time: " + ", ".join(f"{part.replace('_', ' ')} {share:.1%}" for part, share in shares)]
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tracefp4.config import EngineConfig, TaskConfig
 from tracefp4.core import Request, Rollout, SamplingParams
+from tracefp4.evaluation.profile import profiled
 from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.memory_store import MemoryStore
@@ -16,10 +17,11 @@ from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.sizes import account
 from tracefp4.guidance.store import Store
 from tracefp4.models.layout import describe
-from tracefp4.models.loading import load_model
+from tracefp4.rl.policies import load_named
 from tracefp4.rl.prompts import Prompter
-from tracefp4.rl.setup import resolve_device
 from tracefp4.rl.tasks.base import TaskItem
+from tracefp4.rollout.embedded import EmbeddedEngine
+from tracefp4.rollout.engine import Engine
 from tracefp4.rollout.registry import make_engine
 
 
@@ -40,17 +42,19 @@ class GenerateSettings:
     """Take prompts as they are instead of through the chat template."""
     folder: Path | None = None
     """Keep guidance frames here; in memory when ``None``."""
+    profile: bool = False
+    """Measure where the time goes (:mod:`tracefp4.evaluation.profile`); slower, and without CUDA graphs."""
 
 
 def generate(wanted: GenerateSettings) -> dict[str, Any]:
     """Generate with the embedded engine.
 
     Returns:
-        ``{"model", "spec", "numerics", "plan", "sites", "samples": [...], "guidance": {...} or None}``; ``sites`` is
-        the number of recorded ones.
+        ``{"model", "spec", "numerics", "plan", "sites", "samples": [...], "guidance", "profile"}``; ``sites`` is
+        the number of recorded ones. ``profile`` holds seconds and shares by part, if asked for.
     """
     spec = get_spec(wanted.spec, wanted.numerics)
-    loaded = load_model(wanted.model, device=resolve_device(wanted.device))
+    loaded = load_named(wanted.model, wanted.device)
     tokenizer: Any = loaded.tokenizer
     layout = describe(loaded.model)
     plan = _plan(wanted.plan, spec, layout.num_layers)
@@ -61,14 +65,14 @@ def generate(wanted: GenerateSettings) -> dict[str, Any]:
         for i, text in enumerate(wanted.prompts)
     ]
     longest = max(len(r.prompt_ids) for r in requests) + wanted.sampling.max_new_tokens
-    settings = EngineConfig()
+    settings = EngineConfig(cuda_graphs=not wanted.profile)
     pages = -(-2 * longest // settings.page_size)  # Samples of one prompt copy its last page.
     settings = settings.model_copy(update={"max_tokens": max(settings.max_tokens, pages * settings.page_size)})
     store: Store = MemoryStore() if wanted.folder is None else FileStore(wanted.folder)
     engine = make_engine(
         "embedded", model=loaded.model, tokenizer=tokenizer, spec=spec, plan=plan, store=store, settings=settings
     )
-    rollouts = engine.generate(requests, guidance=plan is not None)
+    rollouts, profile = _generate(engine, requests, plan is not None, wanted.profile)
     return {
         "model": wanted.model,
         "spec": wanted.spec,
@@ -77,7 +81,20 @@ def generate(wanted: GenerateSettings) -> dict[str, Any]:
         "sites": len(sites),
         "samples": [_sample(rollout, wanted.prompts, prompter) for rollout in rollouts],
         "guidance": None if plan is None else _weight(rollouts, store),
+        "profile": profile,
     }
+
+
+def _generate(
+    engine: Engine, requests: Sequence[Request], guidance: bool, profile: bool
+) -> tuple[list[Rollout], dict[str, Any] | None]:
+    if not profile or not isinstance(engine, EmbeddedEngine):
+        return engine.generate(requests, guidance=guidance), None
+    # Once without the clock: what is made on first use belongs to no part.
+    engine.generate(requests[:1], guidance=guidance)
+    with profiled(engine) as found:
+        rollouts = engine.generate(requests, guidance=guidance)
+    return rollouts, found.to_dict()
 
 
 def _prompter(tokenizer: Any, plain: bool) -> Prompter:

@@ -37,8 +37,8 @@ from tracefp4.guidance.sizes import bytes_per_token
 from tracefp4.models.binding import bind, unbind
 from tracefp4.models.directory import LoadedModel
 from tracefp4.models.layout import describe
-from tracefp4.models.loading import load_model
 from tracefp4.rl.collect import make_requests
+from tracefp4.rl.policies import load_named
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.setup import check_decoder, resolve_device
 from tracefp4.rl.tasks import make_task
@@ -215,7 +215,7 @@ def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: Non
         ConfigError: a plan that is unknown, or selects no site of this model and spec; before anything is generated.
     """
     device = resolve_device(wanted.device)
-    loaded = load_model(wanted.model, device=device)
+    loaded = load_named(wanted.model, wanted.device)
     spec = get_spec(wanted.spec, wanted.numerics)
     layout = describe(loaded.model)
     plans = _plans(wanted, layout.recordable_shapes(spec), layout.num_layers, note)

@@ -94,6 +94,7 @@ def evaluate_policy(wanted: EvalSettings) -> dict[str, Any]:
         "temperature": wanted.temperature,
         "pass": {f"pass@{row.k}": row.to_dict() for row in evaluate_passk(solved, wanted.ks, seed=wanted.seed)},
         "score": found.mean().to_dict(),
+        "by_item": found.by_item(),
     }
 
 

@@ -30,6 +30,8 @@ class Row:
     wrong_code_rate: float | None
     bytes_per_token: float | None
     scale_check_failures: float | None = None
+    code_steps: list[float] | None = None
+    """Shares of codes that are 0, 1, 2, 3, 4 or more codebook entries from the rollout's."""
 
 
 @dataclass(slots=True)
@@ -79,4 +81,5 @@ def gap_row(
         wrong_code_rate=totals.get("wrong_code_rate"),
         bytes_per_token=size,
         scale_check_failures=scored.scale_check_failures,
+        code_steps=scored.observer.histogram() or None,
     )

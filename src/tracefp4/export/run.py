@@ -15,11 +15,9 @@ from tracefp4.export.calibration import Calibration, calibrate
 from tracefp4.export.posthoc import needs_calibration, quantize_experts, summary
 from tracefp4.formats.spec import get_spec
 from tracefp4.models.directory import LoadedModel, save_packed_model
-from tracefp4.models.loading import load_model
 from tracefp4.rl.collect import make_requests
-from tracefp4.rl.policies import is_run, load_policy
+from tracefp4.rl.policies import is_run, load_named, load_policy
 from tracefp4.rl.prompts import Prompter
-from tracefp4.rl.setup import resolve_device
 from tracefp4.rl.tasks import make_task
 from tracefp4.rollout.registry import make_engine
 
@@ -83,7 +81,7 @@ def quantize(wanted: QuantizeSettings, note: Callable[[str], None] = lambda _: N
 
 def _load(wanted: QuantizeSettings) -> tuple[Config | None, LoadedModel]:
     if wanted.config is None and not is_run(wanted.model):
-        return None, load_model(wanted.model, device=resolve_device(wanted.device), seed=wanted.seed)
+        return None, load_named(wanted.model, wanted.device, wanted.seed)
     return load_policy(wanted.model, wanted.config, (), wanted.device)
 
 

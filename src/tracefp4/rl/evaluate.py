@@ -40,6 +40,10 @@ class Evaluation:
             return wilson(int(scores.sum()), len(scores))
         return mean_bootstrap(scores.mean(axis=1))
 
+    def by_item(self) -> list[float]:
+        """Mean score of each item over its samples."""
+        return [round(float(score), 6) for score in self.scores.mean(axis=1)]
+
     def metrics(self, task: str) -> dict[str, object]:
         """Scalars for the journal."""
         found = self.mean()

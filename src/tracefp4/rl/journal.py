@@ -1,4 +1,4 @@
-"""The record of a run: ``metrics.jsonl``, ``samples.jsonl`` and, by name, a tracker.
+"""The record of a run: ``metrics.jsonl``, ``samples.jsonl``, ``evaluations.jsonl`` and, by name, a tracker.
 
 One JSON object a line, flushed at once, so a run that dies keeps what it measured. On resume, lines at or after the
 step of the checkpoint are cut off, and a last line that was not finished: they will be measured again.
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tracefp4.errors import ConfigError
+
+_FILES = ("metrics", "samples", "evaluations")
 
 
 class Tracker(Protocol):
@@ -41,7 +43,7 @@ class Journal:
     def __init__(self, folder: Path, tracker: Tracker | None = None, from_step: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._tracker = tracker
-        self._streams = {name: _open(folder / f"{name}.jsonl", from_step) for name in ("metrics", "samples")}
+        self._streams = {name: _open(folder / f"{name}.jsonl", from_step) for name in _FILES}
 
     def metrics(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line of metrics; values that are not finite are refused by JSON and written as ``null``."""
@@ -53,6 +55,10 @@ class Journal:
     def sample(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one generated sample with its reward."""
         self._write("samples", {"step": step} | dict(values))
+
+    def evaluation(self, step: int, scores: list[float]) -> None:
+        """Write the mean score of every held-out item, in the order of items: what paired comparisons need."""
+        self._write("evaluations", {"step": step, "eval/scores": scores})
 
     def close(self) -> None:
         """Close the files and the tracker."""

@@ -19,6 +19,18 @@ def is_run(name: str) -> bool:
     return (folder / "config.toml").is_file() and (folder / "checkpoints").is_dir()
 
 
+def load_named(name: str, device: str, seed: int = 0) -> LoadedModel:
+    """Load a model by name, or the newest checkpoint of a run.
+
+    Raises:
+        CheckpointError: a run without a complete checkpoint.
+        ModelError: no such model.
+    """
+    if is_run(name):
+        return load_policy(name, None, (), device)[1]
+    return load_model(name, device=resolve_device(device), seed=seed)
+
+
 def load_policy(name: str, config: Path | None, overrides: tuple[str, ...], device: str) -> tuple[Config, LoadedModel]:
     """Load a model, or the newest checkpoint of a run, with the config that describes its task.
 

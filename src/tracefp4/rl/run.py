@@ -314,9 +314,11 @@ class Run:
             sampling=sampling_params(config, config.eval.temperature),
             seed=config.seed,
             decode=self.prompter.decode,
-        ).metrics(self.task.name)
-        journal.metrics(self.step, found)
-        self.note(f"step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in found.items() if isinstance(v, float)))
+        )
+        metrics = found.metrics(self.task.name)
+        journal.metrics(self.step, metrics)
+        journal.evaluation(self.step, found.by_item())
+        self.note(f"step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float)))
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 

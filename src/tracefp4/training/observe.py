@@ -3,8 +3,9 @@
 *Flip rate*: share of recorded codes that differ from plain rounding of the trainer's own value at the rollout's scale;
 how often the trainer alone would have gone the other way. *Scale mismatch*: share of block scales that the trainer
 alone would have chosen differently under the rollout's global scale. With whole codes recorded (4 bits) two more are
-known: *wrong codes*, the share of codes the trainer really used that are not the rollout's, and the *relative
-difference* ``||Q_train - Q_roll|| / ||Q_roll||``. Congruent scales are taken as restored;
+known: *wrong codes*, the share of codes the trainer really used that are not the rollout's, the *relative difference*
+``||Q_train - Q_roll|| / ||Q_roll||``, and for FP4 elements by how many codebook entries the two codes differ
+(*steps*). Congruent scales are taken as restored;
 :mod:`tracefp4.training.checks` counts those that are restored wrongly. Sums stay on the device until they are read.
 """
 
@@ -36,6 +37,9 @@ class SiteCounts:
     """Squared norm of ``Q_train - Q_roll``."""
     energy: Tensor
     """Squared norm of ``Q_roll``."""
+    steps: Tensor
+    """``(5,)`` values whose code is 0, 1, 2, 3, 4 or more codebook entries away from the recorded one; zeros unless
+    whole FP4 codes were recorded."""
 
     def add(self, other: SiteCounts) -> None:
         """Add another count in place."""
@@ -82,12 +86,16 @@ class Observer:
             wrong_codes=_sum(wrong_codes(result.codes, outcome.low, outcome.bits, numerics.element) & mask),
             difference=_sum(blocks * 0),
             energy=_sum(blocks * 0),
+            steps=torch.zeros(5, dtype=torch.float64, device=x.device),
         )
         if outcome.bits == 4 and numerics.element == "e2m1":
             theirs = Quantized(outcome.low, scales, outcome.global_scale, numerics).dequantize(torch.float32)
             ours = result.dequantize(torch.float32)
             counts.difference = _sum(((ours - theirs) ** 2) * mask)
             counts.energy = _sum((theirs**2) * mask)
+            far = (_entry(result.codes) - _entry(outcome.low)).abs().clamp(max=4)
+            weight = mask.expand_as(far).double()
+            counts.steps = counts.steps.index_add(0, far.reshape(-1), weight.reshape(-1))
         if site in self.counts:
             self.counts[site].add(counts)
         else:
@@ -98,14 +106,26 @@ class Observer:
         if not self.counts:
             return {}
         total = next(iter(self.counts.values()))
-        total = SiteCounts(**{item.name: torch.zeros_like(total.values) for item in fields(SiteCounts)})
+        total = SiteCounts(**{item.name: torch.zeros_like(getattr(total, item.name)) for item in fields(SiteCounts)})
         for counts in self.counts.values():
             total.add(counts)
         return rates(total)
 
+    def histogram(self) -> list[float]:
+        """Shares of codes that are 0, 1, 2, 3, 4 or more codebook entries from the recorded ones; empty if unknown."""
+        steps = [counts.steps for counts in self.counts.values()]
+        total = torch.stack(steps).sum(0) if steps else torch.zeros(5)
+        return (total / total.sum()).tolist() if float(total.sum()) > 0 else []
+
     def by_site(self) -> dict[Site, dict[str, float]]:
         """Rates of each site, in order of layer and kind."""
         return {site: rates(self.counts[site]) for site in sorted(self.counts)}
+
+
+def _entry(codes: Tensor) -> Tensor:
+    """Position of E2M1 codes in the ordered codebook -6, ..., 6; both zeros are 0."""
+    magnitude = (codes & 7).to(torch.int64)
+    return torch.where(codes > 7, -magnitude, magnitude)
 
 
 def rates(counts: SiteCounts) -> dict[str, float]:
