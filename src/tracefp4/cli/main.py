@@ -44,6 +44,7 @@ class Entry:
 
 COMMANDS: dict[str, Entry] = {
     "train": Entry("tracefp4.cli.train", "Train a policy by RL with FP4 rollouts."),
+    "compare": Entry("tracefp4.cli.compare", "Compare methods by seeds: tables and figures of the paper."),
     "measure": Entry("tracefp4.cli.measure", "Measure how far apart rollout and trainer are."),
     "rollout": Entry("tracefp4.cli.rollout", "Generate in FP4 and record guidance."),
     "eval": Entry("tracefp4.cli.eval", "Estimate pass@k of a policy as it is deployed."),

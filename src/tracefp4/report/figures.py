@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -81,12 +82,39 @@ class Panel:
     levels: list[tuple[str, float]] = field(default_factory=list)
 
 
-def draw(panels: Sequence[Panel], size: tuple[float, float] | None = None) -> Figure:
-    """Draw panels side by side in one figure.
+def draw(panels: Sequence[Panel], size: tuple[float, float] | None = None, columns: int | None = None) -> Figure:
+    """Draw panels in one figure.
 
     Args:
-        panels: what to draw, left to right.
+        panels: what to draw, left to right and then down.
         size: inches; by default :data:`PANEL_SIZE` a panel.
+        columns: panels beside each other; by default all of them.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    columns = min(columns or len(panels), len(panels))
+    lines = -(-len(panels) // columns)
+    width, height = size or (PANEL_SIZE[0] * columns, PANEL_SIZE[1] * lines)
+    with drawing((width, height)) as figure:
+        share, tall = width / columns, height / lines
+        for index, panel in enumerate(panels):
+            row, column = divmod(index, columns)
+            right = 0.25 + _CHARACTER * max((len(text) for text, _, _ in _labels(panel)), default=0)
+            bottom = (lines - 1 - row) * tall + 0.42
+            box = (
+                (column * share + 0.62) / width,
+                bottom / height,
+                (share - 0.62 - right) / width,
+                (tall - 1.14) / height,
+            )
+            _draw_panel(figure.add_axes(box), panel, (box[2] * width, box[3] * height))
+    return figure
+
+
+@contextmanager
+def drawing(size: tuple[float, float]) -> Iterator[Figure]:
+    """An empty figure of ``size`` inches, to be drawn in this module's style within the ``with`` block.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -97,16 +125,17 @@ def draw(panels: Sequence[Panel], size: tuple[float, float] | None = None) -> Fi
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("plots need matplotlib; install it with: pip install 'tracefp4[report]'") from error
-    width, height = size or (PANEL_SIZE[0] * len(panels), PANEL_SIZE[1])
     with matplotlib.rc_context(_style()):
-        figure = Figure(figsize=(width, height))
+        figure = Figure(figsize=size)
         FigureCanvasAgg(figure)
-        share = width / len(panels)
-        for index, panel in enumerate(panels):
-            right = 0.25 + _CHARACTER * max((len(text) for text, _, _ in _labels(panel)), default=0)
-            box = ((index * share + 0.62) / width, 0.42 / height, (share - 0.62 - right) / width, 1 - 1.14 / height)
-            _draw_panel(figure.add_axes(box), panel, (box[2] * width, box[3] * height))
-    return figure
+        yield figure
+
+
+def heading(axes: Axes, title: str, unit: str, inches: tuple[float, float], left: float = 0.5) -> None:
+    """Title and unit over axes that measure ``inches``; they begin ``left`` inches left of the plot area."""
+    height, offset = 0.62 / inches[1], -left / inches[0]
+    axes.text(offset, 1 + height, title, transform=axes.transAxes, fontsize=_FONT + 2, fontweight="bold", va="top")
+    axes.text(offset, 1 + height * 0.58, unit, transform=axes.transAxes, color=PALETTE["muted"][0], va="top")
 
 
 def to_svg(figure: Figure, name: str, *, themed: bool = True) -> str:
@@ -155,6 +184,16 @@ def short(value: float, *, percent: bool = False) -> str:
     return f"{value:.2f}" if size < 10 else f"{value:.1f}"
 
 
+def share_text(value: float) -> str:
+    """A share in per cent, to two significant digits: ``86 %``, ``4.2 %``, ``0.031 %``, ``1e-5``."""
+    percent = 100 * value
+    if percent == 0:
+        return "0"
+    if percent < 0.01:
+        return f"{value:.0e}".replace("e-0", "e-")
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
+
+
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """Mean of each value and up to ``window - 1`` before it."""
     total, means = 0.0, []
@@ -194,12 +233,7 @@ def _draw_panel(axes: Axes, panel: Panel, inches: tuple[float, float]) -> None:
     """Draw into ``axes``, whose plot area measures ``inches`` (width, height)."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    heading = 0.62 / inches[1]
-    offset = -0.5 / inches[0]
-    axes.text(
-        offset, 1 + heading, panel.title, transform=axes.transAxes, fontsize=_FONT + 2, fontweight="bold", va="top"
-    )
-    axes.text(offset, 1 + heading * 0.58, panel.unit, transform=axes.transAxes, color=PALETTE["muted"][0], va="top")
+    heading(axes, panel.title, panel.unit, inches)
     if panel.log:
         axes.set_yscale("log")
     if panel.stacked:

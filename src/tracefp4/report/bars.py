@@ -1,0 +1,101 @@
+"""Bars, in the style of :mod:`tracefp4.report.figures`: shares that are compared, not curves that are followed.
+
+Every bar says its value, so no axis has to be read. Stacked bars are horizontal, one a row, with the names of their
+parts over the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tracefp4.report.figures import PALETTE, SERIES_COLOURS, drawing, heading, share_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(slots=True)
+class Bars:
+    """Grouped or stacked bars of shares, 0 to 1."""
+
+    name: str
+    title: str
+    unit: str
+    groups: list[str]
+    """What stands along the axis; rows of stacked bars."""
+    series: list[tuple[str, list[float]]]
+    """Label and one value a group; parts of stacked bars."""
+    stacked: bool = False
+
+
+def draw_bars(bars: Bars, size: tuple[float, float] = (7.2, 3.05)) -> Figure:
+    """Draw one figure.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    height = max(1.5, 1.0 + 0.5 * len(bars.groups)) if bars.stacked else size[1]
+    with drawing((size[0], height)) as figure:
+        left = (0.3 + 0.085 * max(map(len, bars.groups))) if bars.stacked else 0.45
+        box = (left / size[0], 0.42 / height, 1 - (left + 0.3) / size[0], 1 - 1.14 / height)
+        axes = figure.add_axes(box)
+        inches = (box[2] * size[0], box[3] * height)
+        heading(axes, bars.title, bars.unit, inches, left=left - 0.12)
+        axes.grid(visible=False)
+        (_stacked if bars.stacked else _grouped)(axes, bars)
+    return figure
+
+
+def _grouped(axes: Axes, bars: Bars) -> None:
+    width = 0.8 / len(bars.series)
+    for index, ((label, values), colour) in enumerate(zip(bars.series, SERIES_COLOURS, strict=False)):
+        places = [group + (index - (len(bars.series) - 1) / 2) * width for group in range(len(values))]
+        axes.bar(places, values, width * 0.92, color=PALETTE[colour][0], label=label)
+        for x, value in zip(places, values, strict=True):
+            axes.annotate(
+                share_text(value),
+                (x, value),
+                (0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7,
+                color=PALETTE[colour][0],
+            )
+    axes.set_xticks(range(len(bars.groups)), bars.groups)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    axes.margins(y=0.12)
+    axes.legend(frameon=False, loc="upper right", fontsize=8, labelcolor="linecolor", handlelength=0.8)
+
+
+def _stacked(axes: Axes, bars: Bars) -> None:
+    rows = range(len(bars.groups))
+    base = [0.0] * len(bars.groups)
+    for (label, values), colour in zip(bars.series, SERIES_COLOURS, strict=False):
+        axes.barh(rows, values, 0.62, left=base, color=PALETTE[colour][0], label=f"{label} {share_text(values[0])}")
+        base = [a + b for a, b in zip(base, values, strict=True)]
+    axes.set_yticks(rows, bars.groups)
+    axes.set_xticks([])
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(base))
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.legend(
+        frameon=False,
+        loc="upper left",
+        bbox_to_anchor=(0, -0.02),
+        ncols=len(bars.series),
+        fontsize=8,
+        labelcolor="linecolor",
+        handlelength=0.8,
+        columnspacing=1.2,
+        borderpad=0,
+    )
+
+
+def ordered(values: dict[str, float], names: Sequence[str]) -> list[tuple[str, list[float]]]:
+    """Parts of one stacked bar in a given order, with readable labels."""
+    return [(name.replace("_", " "), [values.get(name, 0.0)]) for name in names]

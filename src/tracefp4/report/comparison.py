@@ -1,0 +1,172 @@
+"""Everything that a comparison shows, written into one folder.
+
+    results.json            what all else is drawn from
+    index.html              one page: verdict, tables, figures, commands
+    tables.md, t1.csv ...   the tables as Markdown and CSV
+    fig1.png ...            the figures
+
+The verdict says first whether the experiment can tell methods apart at all: the reference has to have learned, and
+plain quantization-aware training has to differ from it. Where one of the two fails it is called inconclusive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tracefp4.errors import ConfigError
+from tracefp4.report import figures, html
+from tracefp4.report.arms import REFERENCE, TABLE_TITLES
+from tracefp4.report.paper_figures import Drawing, draw_all
+from tracefp4.report.results import Results, save
+from tracefp4.report.run_report import write_text
+from tracefp4.report.tables import HEADINGS, WINDOW, Row, arm_row, build, cells, learned, markdown, to_csv
+
+HALF_WIDTH = 3.0
+"""Points: intervals of differences that are wider cannot rank methods."""
+TAIL_RATIO = 1.5
+"""The tail of the log-prob differences may exceed that of the reference by this factor."""
+
+
+def write_comparison(results: Results, out: Path) -> dict[str, Path]:
+    """Write tables, figures and page.
+
+    Args:
+        results: of the comparison.
+        out: folder; files of an earlier call are replaced.
+
+    Returns:
+        Paths by name: ``results``, ``page``, ``tables``, and each figure.
+
+    Raises:
+        ConfigError: runs that must not be paired, matplotlib is missing, or the folder cannot be written.
+    """
+    tables = {name: build(results, name) for name in results.tables}
+    drawings, notes = draw_all(results)
+    save(results, out / "results.json")
+    said = verdict(results)
+    lines = ["# Comparison", "", *(f"- {text}" for text in said), ""]
+    for name, rows in tables.items():
+        lines += [markdown(results, name, rows)]
+        write_text(out / f"{name}.csv", to_csv(rows))
+    write_text(out / "tables.md", "\n".join([*lines, "## Runs", "", *_command_lines(results)]) + "\n")
+    paths = {"results": out / "results.json", "page": out / "index.html", "tables": out / "tables.md"}
+    for drawing in drawings:
+        paths[drawing.name] = out / f"{drawing.name}.png"
+        _write_png(drawing, paths[drawing.name])
+    write_text(paths["page"], render(results, tables, drawings, [*notes, *gaps(results)], said))
+    return paths
+
+
+def render(
+    results: Results, tables: dict[str, list[Row]], drawings: Sequence[Drawing], notes: Sequence[str], said: list[str]
+) -> str:
+    """The page as text."""
+    plots = [(d.title, figures.to_svg(d.figure, f"comparison-{d.name}")) for d in drawings]
+    sections = [html.verdict(said)]
+    for name, rows in tables.items():
+        head, body = _used(rows)
+        sections.append(html.section(TABLE_TITLES[name], html.table(head, body, numbers=range(2, len(head)))))
+    sections += [
+        html.section("Figures", *(html.plots([plot]) for plot in plots)),
+        html.section("Runs", html.folded("Command, result and time of every run", _commands(results))),
+        html.section("Notes", html.notes(list(notes))),
+    ]
+    total = sum(len(results.done(arm.name)) for arm in results.arms)
+    about = f"{total} finished runs of {len(results.arms)} arms; score: held-out items of {results.task}, points of 100"
+    return html.page(f"Comparison on {results.task}", about, sections)
+
+
+def verdict(results: Results) -> list[str]:
+    """What the comparison showed, the conditions of its validity first."""
+    said: list[str] = []
+    if REFERENCE not in results.runs or not results.done(REFERENCE):
+        return [f"No finished run of {REFERENCE}: differences to it are not known."]
+    gains = [learned(run.first, run.last) for run in results.done(REFERENCE) if run.first and run.last]
+    gained = all(gain.low is not None and gain.low > 0 for gain in gains) and bool(gains)
+    text = ", ".join(f"{gain.estimate:+.1f}" for gain in gains)
+    said.append(f"{REFERENCE} {'learned' if gained else 'did not clearly learn'}: {text} points by seed.")
+    first = results.members[results.tables[0]]
+    rows = {name.partition("@")[0]: arm_row(results, results.arm(name)) for name in reversed(first)}
+    qat = rows.get("qat")
+    if qat is not None and qat.difference is not None:
+        differs = _excludes_zero(qat.difference_interval)
+        said.append(f"qat {'differs' if differs else 'does not clearly differ'} from {REFERENCE}: {_difference(qat)}.")
+        if not (gained and differs):
+            said.append("Inconclusive: change the task or the length before ranking methods.")
+    trace = rows.get("trace")
+    if trace is not None and trace.difference is not None:
+        high = trace.difference_interval[1]
+        word = "is below" if high is not None and high < 0 else "is not below"
+        said.append(f"trace {word} {REFERENCE} by more than its interval: {_difference(trace)}.")
+        reference = rows[REFERENCE]
+        if trace.tail is not None and reference.tail:
+            ratio = trace.tail / reference.tail
+            said.append(
+                f"p99.9 of the log-prob difference of trace, worst {WINDOW} steps: {ratio:.2f} times that of "
+                f"{REFERENCE} ({'within' if ratio <= TAIL_RATIO else 'beyond'} {TAIL_RATIO})."
+            )
+    wide = [f"{name} ({_half(row):.1f})" for name, row in rows.items() if (_half(row) or 0.0) > HALF_WIDTH]
+    if wide:
+        said.append(f"Intervals wider than +-{HALF_WIDTH:g} points, too wide to rank: {', '.join(wide)}.")
+    return said
+
+
+def gaps(results: Results) -> list[str]:
+    """Runs that are missing or failed, and arms of one seed."""
+    notes = []
+    for name, runs in results.runs.items():
+        missing = [str(run.seed) for run in runs if run.status == "missing"]
+        if missing:
+            notes.append(f"{name}: not run yet with seed {', '.join(missing)}.")
+        notes += [f"{name}, seed {run.seed}: failed. {run.note}" for run in runs if run.status == "failed"]
+        if len(results.done(name)) == 1:
+            notes.append(f"{name}: one seed; its interval does not know how another run would have ended.")
+    return notes
+
+
+def _used(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells without the columns that no row fills."""
+    body = [cells(row) for row in rows]
+    used = [i for i in range(len(HEADINGS)) if any(line[i] for line in body)]
+    return [HEADINGS[i] for i in used], [[line[i] or "-" for i in used] for line in body]
+
+
+def _commands(results: Results) -> str:
+    rows = [
+        [name, str(run.seed), run.status, f"{run.seconds / 60:.1f}", run.warm_start[:12], run.command]
+        for name, runs in results.runs.items()
+        for run in runs
+        if run.status != "missing"
+    ]
+    return html.table(["arm", "seed", "status", "minutes", "warm start", "command"], rows)
+
+
+def _command_lines(results: Results) -> list[str]:
+    lines = []
+    for name, runs in results.runs.items():
+        lines += [f"- {name}, seed {run.seed} ({run.status}): `{run.command}`" for run in runs if run.command]
+    return lines
+
+
+def _write_png(drawing: Drawing, path: Path) -> None:
+    try:
+        path.write_bytes(figures.to_png(drawing.figure))
+    except OSError as error:
+        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def _excludes_zero(interval: tuple[float | None, float | None]) -> bool:
+    low, high = interval
+    return low is not None and high is not None and (low > 0 or high < 0)
+
+
+def _difference(row: Row) -> str:
+    low, high = row.difference_interval
+    where = "" if low is None or high is None else f", 95 % interval {low:+.1f} to {high:+.1f}"
+    return f"{row.difference:+.1f} points{where}, {row.seeds} seed{'s' if row.seeds > 1 else ''}"
+
+
+def _half(row: Row) -> float | None:
+    low, high = row.difference_interval
+    return None if low is None or high is None else (high - low) / 2

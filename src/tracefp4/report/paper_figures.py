@@ -1,0 +1,215 @@
+"""The figures of the paper, drawn for our model from the results of a comparison.
+
+======  ===============================================================================================================
+figure  shows
+======  ===============================================================================================================
+fig1    largest and smallest log-prob difference of a token between trainer and rollout, by step and method
+fig4    why earlier methods fall behind: their mismatch and the tail of their log-prob differences
+fig6    by how many codebook entries trainer and rollout activations differ, with and without guidance
+fig7    the FP4 policy adapting: held-out score by step, beside the bfloat16 policy and what quantizing it costs
+fig8    reward, held-out score, entropy and response length by step
+fig10   where the time of a rollout goes
+fig11   as fig1 under the other specs
+======  ===============================================================================================================
+
+A bold line is the mean over seeds, thin ones are the seeds. A figure whose data were not recorded is left out, and the
+page says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tracefp4.report.arms import POSTHOC, REFERENCE, SPEC_NAMES, Arm
+from tracefp4.report.bars import Bars, draw_bars, ordered
+from tracefp4.report.compare import mean_series
+from tracefp4.report.figures import SERIES_COLOURS, Line, Panel, draw
+from tracefp4.report.panels import positive, smoothing
+from tracefp4.report.results import Results
+from tracefp4.report.run_data import Series
+from tracefp4.report.tables import WINDOW
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PROFILE_PARTS = ("forward", "kv_dequantization", "wa_guidance", "kv_guidance", "frames")
+COLOURS = {
+    "bf16": "ink",
+    "qat": "orange",
+    "qat_w4a16": "amber",
+    "qarl": "purple",
+    "quads": "amber",
+    "tis_sc": "sky",
+    "trace": "blue",
+}
+"""A method has one colour in every figure."""
+
+
+@dataclass(slots=True)
+class Drawing:
+    """One finished figure."""
+
+    name: str
+    title: str
+    figure: Figure
+
+
+def draw_all(results: Results) -> tuple[list[Drawing], list[str]]:
+    """Draw every figure that has data; the rest is named in the notes."""
+    drawings, notes = [], []
+    for name, (title, build) in FIGURES.items():
+        figure = build(results)
+        if figure is None:
+            notes.append(f"{name} ({title}) is left out: its data were not recorded.")
+        else:
+            drawings.append(Drawing(name, title, figure))
+    return drawings, notes
+
+
+def _dynamics(results: Results) -> list[Arm]:
+    """Arms whose curves are drawn together: those of the first table, under its main spec."""
+    names = results.members.get("t1") or results.members[results.tables[0]]
+    arms = [results.arm(name) for name in names if results.done(name)]
+    specs = {arm.spec for arm in arms if arm.name != REFERENCE}
+    kept = [arm for arm in arms if arm.name == REFERENCE or len(specs) < 2 or arm.spec == sorted(specs)[0]]
+    return kept[: len(SERIES_COLOURS)]
+
+
+def _lines(results: Results, arms: Sequence[Arm], metric: str, *, log: bool = False, window: int = 0) -> list[Line]:
+    lines: list[Line] = []
+    for index, arm in enumerate(arms):
+        colour = COLOURS.get(arm.name.partition("@")[0], SERIES_COLOURS[index % len(SERIES_COLOURS)])
+        members = [run.series[metric] for run in results.done(arm.name) if metric in run.series]
+        members = [positive(series) if log else series for series in members]
+        members = [series for series in members if series]
+        if not members:
+            continue
+        mean = mean_series(members)
+        if len(members) > 1:
+            lines += [Line("", series, colour, faint=True) for series in members]
+        lines.append(Line(arm.method, mean, colour, smooth=window or smoothing(mean)))
+    return lines
+
+
+def _panel(
+    name: str, title: str, unit: str, lines: list[Line], *, log: bool = False, zero: bool = False
+) -> list[Panel]:
+    return [Panel(name, title, unit, lines, log=log, zero=zero)] if lines else []
+
+
+def _curves(results: Results, arms: Sequence[Arm]) -> list[Line]:
+    """Held-out score by step."""
+    lines = []
+    for index, arm in enumerate(arms):
+        colour = COLOURS.get(arm.name.partition("@")[0], SERIES_COLOURS[index % len(SERIES_COLOURS)])
+        members = [Series([s for s, _ in run.curve], [v for _, v in run.curve]) for run in results.done(arm.name)]
+        members = [series for series in members if series]
+        if members:
+            lines.append(Line(arm.method, mean_series(members), colour, markers=True))
+    return lines
+
+
+def extremes(results: Results) -> Figure | None:
+    """Figure 1."""
+    panels = _extreme_panels(results, _dynamics(results), "")
+    return draw(panels, columns=2) if panels else None
+
+
+def _extreme_panels(results: Results, arms: Sequence[Arm], where: str) -> list[Panel]:
+    panels = []
+    for end, word in (("max", "Largest"), ("min", "Smallest")):
+        lines = _lines(results, arms, f"logprob_diff/{end}")
+        title = f"{word} log-prob difference{where}"
+        panels += _panel(f"{end}", title, "log p(train) - log p(rollout), nats, one token a step", lines)
+    return panels
+
+
+def problem(results: Results) -> Figure | None:
+    """Figure 4."""
+    arms = _dynamics(results)
+    tail = _lines(results, arms, "logprob_diff/p999", log=True, window=WINDOW)
+    panels = _panel(
+        "k3", "Train-rollout mismatch", "k3 divergence, nats a token, log scale",
+        _lines(results, arms, "mismatch_kl/mean", log=True), log=True,
+    )  # fmt: skip
+    unit = f"p99.9 of the absolute difference, nats; bold: mean of {WINDOW} steps, log scale"
+    panels += _panel("tail", "Tail of the log-prob difference", unit, tail, log=True)
+    return draw(panels, columns=2) if panels else None
+
+
+def dynamics(results: Results) -> Figure | None:
+    """Figure 8."""
+    arms = _dynamics(results)
+    panels = _panel("reward", "Reward", "training, a response", _lines(results, arms, "reward/mean"))
+    panels += _panel("eval", "Held-out score", "the policy as it is deployed, unguided", _curves(results, arms))
+    panels += _panel("entropy", "Entropy", "nats a response token", _lines(results, arms, "entropy"), zero=True)
+    panels += _panel("length", "Response length", "tokens", _lines(results, arms, "response_length/mean"), zero=True)
+    return draw(panels, columns=2) if panels else None
+
+
+def adaptation(results: Results) -> Figure | None:
+    """Figure 7."""
+    wanted = [a for a in _dynamics(results) if a.name == REFERENCE or a.name.partition("@")[0] == "trace"]
+    lines = _curves(results, wanted)
+    if not any(len(line.series.steps) > 1 for line in lines):
+        return None
+    panel = Panel("adaptation", "The policy adapts to FP4", "held-out score, bf16 in BF16, trace in FP4", lines)
+    for method in POSTHOC:
+        found = [run.posthoc[method] for run in results.done(REFERENCE) if method in run.posthoc]
+        if found and method in ("nvfp4", "hscale"):
+            level = sum(sum(scores) / len(scores) for scores in found) / len(found)
+            panel.levels.append((f"bf16, then {method}", level))
+    return draw([panel], size=(7.4, 3.4))
+
+
+def codebook_steps(results: Results) -> Figure | None:
+    """Figure 6."""
+    data = next((run.measure for runs in results.runs.values() for run in runs if run.measure), None)
+    rows = [row for row in (data or {}).get("rows", []) if row.get("code_steps") and row["route_replay"]]
+    shown = {row["name"]: row for row in reversed(rows) if row["name"] in ("qat", "guided")}
+    if not shown:
+        return None
+    # Most codes agree; what differs is what the figure is about.
+    groups = ["1 entry", "2", "3", "4 or more"]
+    names = {"qat": "own rounding", "guided": f"guided, {shown.get('guided', {}).get('plan')}"}
+    series = [(names[key], shown[key]["code_steps"][1:]) for key in ("qat", "guided") if key in shown]
+    unit = "share of all codes that differ from the rollout's, by distance in codebook entries"
+    return draw_bars(Bars("steps", "How far apart the codes are", unit, groups, series))
+
+
+def time_split(results: Results) -> Figure | None:
+    """Figure 10."""
+    run = next((run for runs in results.runs.values() for run in runs if run.profile), None)
+    if run is None or run.profile is None:
+        return None
+    shares = run.profile["shares"]
+    device = run.environment.get("device", "")
+    unit = f"share of engine time, every part waited for{f'; {device}' if device else ''}"
+    return draw_bars(Bars("time", "Time of a rollout", unit, ["rollout"], ordered(shares, PROFILE_PARTS), stacked=True))
+
+
+def other_specs(results: Results) -> Figure | None:
+    """Figure 11."""
+    main = {arm.name for arm in _dynamics(results)}
+    panels: list[Panel] = []
+    specs = sorted({arm.spec for arm in results.arms if arm.name not in main and arm.name.partition("@")[2]})
+    for spec in specs:
+        arms = [results.arm(REFERENCE)] if REFERENCE in results.runs else []
+        arms += [arm for arm in results.arms if arm.spec == spec and results.done(arm.name)]
+        if len(arms) > 1:
+            panels += _extreme_panels(results, arms, f", {SPEC_NAMES.get(spec, spec)}")
+    return draw(panels, columns=2) if panels else None
+
+
+FIGURES: dict[str, tuple[str, Callable[[Results], Figure | None]]] = {
+    "fig1": ("Largest and smallest log-prob difference", extremes),
+    "fig4": ("Mismatch of the methods", problem),
+    "fig6": ("Distance of codes in codebook entries", codebook_steps),
+    "fig7": ("Adaptation to FP4", adaptation),
+    "fig8": ("Training dynamics", dynamics),
+    "fig10": ("Time of a rollout by part", time_split),
+    "fig11": ("Log-prob difference under the other specs", other_specs),
+}
+"""Title and builder of each figure, in the order of the page."""
