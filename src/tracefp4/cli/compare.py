@@ -165,7 +165,8 @@ def _jobs(shared: _Shared, arms: Sequence[Arm], seeds: Sequence[int], tables: Se
 def _after(folder: Path, arm: Arm, tree: Config, config: Path, posthoc: bool, probed: bool) -> list[Step]:
     steps: list[Step] = []
     if posthoc:
-        steps.append(Step([str(folder)], folder / "posthoc" / f"{POSTHOC[-1]}.json", "tracefp4.cli.posthoc"))
+        last = folder / "posthoc" / f"{POSTHOC[-1]}.json"
+        steps.append(Step([str(folder)], last, "tracefp4.cli.posthoc", title="post-hoc quantization"))
     if probed:
         common = ["--spec", arm.spec, "--numerics", tree.numerics, "--device", tree.device]
         length = ["--max-new-tokens", str(tree.sampling.max_new_tokens)]

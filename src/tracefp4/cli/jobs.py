@@ -32,6 +32,13 @@ class Step:
     module: str = "tracefp4.cli.main"
     capture: bool = False
     """Write the command's standard output to ``produces``."""
+    title: str = ""
+    """How messages call it; the command's name by default."""
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return self.title or self.words[0]
 
 
 @dataclass(slots=True)
@@ -84,7 +91,7 @@ def run_job(job: Job, note: Callable[[str], None]) -> bool:
     ok = True
     for step in job.after():
         if not step.produces.is_file():
-            note(f"{job.name}: {step.words[0]}")
+            note(f"{job.name}: {step.name}")
             ok = _follow(step, job, note) and ok
     if ok and not job.keep_weights:
         shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
@@ -98,7 +105,7 @@ def _follow(step: Step, job: Job, note: Callable[[str], None]) -> bool:
     if code == 0 and step.capture:
         step.produces.write_text(out, encoding="utf-8")
     if code != 0 or not step.produces.is_file():
-        note(f"{job.name}: {step.words[0]} failed: {_last_line(log) or out.strip()[-_TAIL:]}")
+        note(f"{job.name}: {step.name} failed: {_last_line(log) or out.strip()[-_TAIL:]}")
         return False
     return True
 

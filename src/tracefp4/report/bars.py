@@ -6,7 +6,6 @@ parts over the first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,8 @@ class Bars:
     series: list[tuple[str, list[float]]]
     """Label and one value a group; parts of stacked bars."""
     stacked: bool = False
+    colours: tuple[str, ...] = SERIES_COLOURS
+    """One a series."""
 
 
 def draw_bars(bars: Bars, size: tuple[float, float] = (7.2, 3.05)) -> Figure:
@@ -51,7 +52,7 @@ def draw_bars(bars: Bars, size: tuple[float, float] = (7.2, 3.05)) -> Figure:
 
 def _grouped(axes: Axes, bars: Bars) -> None:
     width = 0.8 / len(bars.series)
-    for index, ((label, values), colour) in enumerate(zip(bars.series, SERIES_COLOURS, strict=False)):
+    for index, ((label, values), colour) in enumerate(zip(bars.series, bars.colours, strict=False)):
         places = [group + (index - (len(bars.series) - 1) / 2) * width for group in range(len(values))]
         axes.bar(places, values, width * 0.92, color=PALETTE[colour][0], label=label)
         for x, value in zip(places, values, strict=True):
@@ -74,7 +75,7 @@ def _grouped(axes: Axes, bars: Bars) -> None:
 def _stacked(axes: Axes, bars: Bars) -> None:
     rows = range(len(bars.groups))
     base = [0.0] * len(bars.groups)
-    for (label, values), colour in zip(bars.series, SERIES_COLOURS, strict=False):
+    for (label, values), colour in zip(bars.series, bars.colours, strict=False):
         axes.barh(rows, values, 0.62, left=base, color=PALETTE[colour][0], label=f"{label} {share_text(values[0])}")
         base = [a + b for a, b in zip(base, values, strict=True)]
     axes.set_yticks(rows, bars.groups)
@@ -94,8 +95,3 @@ def _stacked(axes: Axes, bars: Bars) -> None:
         columnspacing=1.2,
         borderpad=0,
     )
-
-
-def ordered(values: dict[str, float], names: Sequence[str]) -> list[tuple[str, list[float]]]:
-    """Parts of one stacked bar in a given order, with readable labels."""
-    return [(name.replace("_", " "), [values.get(name, 0.0)]) for name in names]

@@ -185,12 +185,14 @@ def short(value: float, *, percent: bool = False) -> str:
 
 
 def share_text(value: float) -> str:
-    """A share in per cent, to two significant digits: ``86 %``, ``4.2 %``, ``0.031 %``, ``1e-5``."""
+    """A share in per cent, to two significant digits: ``86 %``, ``4.2 %``, ``0.031 %``, ``3e-8``."""
     percent = 100 * value
     if percent == 0:
         return "0"
-    if percent < 0.01:
+    if percent < 1e-4:
         return f"{value:.0e}".replace("e-0", "e-")
+    if percent < 0.01:
+        return f"{percent:.1g} %"
     return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tracefp4.report.arms import POSTHOC, REFERENCE, SPEC_NAMES, Arm
-from tracefp4.report.bars import Bars, draw_bars, ordered
+from tracefp4.report.bars import Bars, draw_bars
 from tracefp4.report.compare import mean_series
 from tracefp4.report.figures import SERIES_COLOURS, Line, Panel, draw
 from tracefp4.report.panels import positive, smoothing
@@ -34,7 +34,13 @@ from tracefp4.report.tables import WINDOW
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PROFILE_PARTS = ("forward", "kv_dequantization", "wa_guidance", "kv_guidance", "frames")
+PROFILE_PARTS = {
+    "forward": "forward",
+    "kv_dequantization": "KV dequantization",
+    "wa_guidance": "W/A guidance",
+    "kv_guidance": "KV guidance",
+    "frames": "frames",
+}
 COLOURS = {
     "bf16": "ink",
     "qat": "orange",
@@ -176,7 +182,8 @@ def codebook_steps(results: Results) -> Figure | None:
     names = {"qat": "own rounding", "guided": f"guided, {shown.get('guided', {}).get('plan')}"}
     series = [(names[key], shown[key]["code_steps"][1:]) for key in ("qat", "guided") if key in shown]
     unit = "share of all codes that differ from the rollout's, by distance in codebook entries"
-    return draw_bars(Bars("steps", "How far apart the codes are", unit, groups, series))
+    colours = tuple(COLOURS[key] for key in ("qat", "trace"))
+    return draw_bars(Bars("steps", "How far apart the codes are", unit, groups, series, colours=colours))
 
 
 def time_split(results: Results) -> Figure | None:
@@ -185,9 +192,10 @@ def time_split(results: Results) -> Figure | None:
     if run is None or run.profile is None:
         return None
     shares = run.profile["shares"]
-    device = run.environment.get("device", "")
+    device = run.environment.get("device", "").partition(";")[0]
+    parts = [(label, [shares.get(name, 0.0)]) for name, label in PROFILE_PARTS.items()]
     unit = f"share of engine time, every part waited for{f'; {device}' if device else ''}"
-    return draw_bars(Bars("time", "Time of a rollout", unit, ["rollout"], ordered(shares, PROFILE_PARTS), stacked=True))
+    return draw_bars(Bars("time", "Time of a rollout", unit, ["rollout"], parts, stacked=True))
 
 
 def other_specs(results: Results) -> Figure | None:

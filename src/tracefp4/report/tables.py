@@ -52,7 +52,7 @@ class Row:
 
 HEADINGS = (
     *("rollout", "method", "seeds", "score", "std. error", "95 % interval", "difference to bf16", "95 % interval"),
-    *("step", "mismatch k3", "largest |d|", "p99.9 |d|", "bytes a token", "minutes"),
+    *("step", "mismatch k3", "largest log-prob difference", "p99.9 of it", "bytes a token", "minutes"),
 )
 
 
@@ -93,6 +93,9 @@ def posthoc_row(results: Results, arm: Arm, method: str) -> Row | None:
 def _row(
     results: Results, arm: Arm, label: str, scores: dict[int, list[float]], step: str, runs: Sequence[RunResult]
 ) -> Row:
+    sizes = sorted({len(values) for values in scores.values()})
+    if len(sizes) > 1:
+        raise ConfigError(f"runs of arm {arm.name!r} were evaluated on different items: {sizes} of them")
     failed = sum(run.status == "failed" for run in results.runs[arm.name])
     spec = SPEC_NAMES.get(arm.spec, arm.spec)
     own = _points(crossed_bootstrap(list(scores.values()))) if scores else None

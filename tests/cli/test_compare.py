@@ -1,0 +1,154 @@
+"""``tracefp4 compare``: what runs, what is kept when a run dies, what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tracefp4.cli import jobs, main
+from tracefp4.cli.jobs import Job, Step, run_job
+from tracefp4.report.results import load
+
+FAKE = """
+import json, pathlib, sys
+words = sys.argv[1:]
+folder = pathlib.Path(next(w for w in words if w.startswith("output_dir=")).split("=", 1)[1])
+method = next(w for w in words if w.startswith("method=")).split("=", 1)[1]
+broken = pathlib.Path(__file__).with_name("broken")
+if broken.exists() and method in broken.read_text().split():
+    print("RuntimeError: out of memory", file=sys.stderr)
+    sys.exit(1)
+score = {"bf16": 0.75, "qat": 0.25, "trace": 0.75}[method]
+with (folder / "metrics.jsonl").open("w") as stream:
+    for step in range(3):
+        stream.write(json.dumps({"step": step, "reward/mean": score, "mismatch_kl/mean": 0.1}) + "\\n")
+with (folder / "evaluations.jsonl").open("w") as stream:
+    for step, share in ((0, 0.0), (3, score)):
+        stream.write(json.dumps({"step": step, "eval/scores": [float(i < 40 * share) for i in range(40)]}) + "\\n")
+(folder / "summary.json").write_text(json.dumps({"warm_start": "w"}))
+(folder / "checkpoints").mkdir(exist_ok=True)
+print(json.dumps({"steps": 3, "interrupted": False}))
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands of runs go to a script that writes a run's records at once."""
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE, encoding="utf-8")
+    real = jobs.subprocess.Popen
+
+    def popen(words: list[str], **options: Any) -> Any:
+        assert words[:2] == [sys.executable, "-m"]
+        return real([sys.executable, str(script), *words[3:]], **options)
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", popen)
+    return tmp_path
+
+
+def _compare(config: Path, out: Path, *more: str) -> int:
+    return main.run(["compare", str(config), "--out", str(out), "--no-probe", "--json", *more])
+
+
+def test_runs_tables_and_page(fake: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _compare(config, fake / "c", "--seeds", "2") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["done"] == 6 and shown["failed"] == []
+    assert any("qat differs from bf16: -50.0 points" in line for line in shown["verdict"])
+    names = {path.name for path in (fake / "c").iterdir()}
+    assert names >= {"config.toml", "results.json", "index.html", "tables.md", "main.csv", "fig8.png", "runs"}
+    found = load(fake / "c" / "results.json")
+    assert [run.seed for run in found.runs["trace"]] == [0, 1]
+    command = found.runs["qat"][1].command
+    assert command.startswith(f"tracefp4 train {config} --set method=qat --set seed=1 --set output_dir=")
+    assert not list((fake / "c").rglob("checkpoints")), "weights of finished runs are removed"
+
+
+def test_a_run_that_dies_loses_nothing_but_itself(fake: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (fake / "broken").write_text("qat")
+    assert _compare(config, fake / "c") == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["done"], shown["failed"]) == (2, ["qat, seed 0"])
+    assert "out of memory" in (fake / "c" / "index.html").read_text(encoding="utf-8")
+    stamps = {p: p.stat().st_mtime_ns for p in (fake / "c").rglob("metrics.jsonl")}
+    (fake / "broken").unlink()
+    assert _compare(config, fake / "c") == 0
+    assert json.loads(capsys.readouterr().out)["done"] == 3
+    assert all(p.stat().st_mtime_ns == stamp for p, stamp in stamps.items()), "finished runs are not repeated"
+
+
+def test_runs_may_be_made_apart_and_shown_together(
+    fake: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _compare(config, fake / "c", "--only", "bf16", "--only", "trace/0") == 0
+    assert json.loads(capsys.readouterr().out)["done"] == 2
+    assert _compare(config, fake / "c", "--no-run") == 0
+    assert json.loads(capsys.readouterr().out)["done"] == 2
+    assert "qat: not run yet with seed 0." in (fake / "c" / "index.html").read_text(encoding="utf-8")
+    assert _compare(config, fake / "d", "--no-run") == 0
+    assert json.loads(capsys.readouterr().out)["done"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--methods", "bf16,qatt"], "did you mean 'qat'"),
+        (["--tables", "t8"], "unknown table 't8'"),
+        (["--seeds", "x"], "neither a number of seeds"),
+        (["--seeds", "0"], "positive number"),
+        (["--seeds", "1,1"], "different seeds"),
+        (["--only", "qarl"], "names no arm of this comparison"),
+        (["--set", "eval.items=0"], "needs held-out items"),
+        (["--arm", "qat:method=qat"], "two arms of one name"),
+        (["--arm", "x:method=trace,plan=none"], "use method 'qat'"),
+        (["--methods", "trace", "--set", "spec=nvfp4-w4a44"], "did you mean 'nvfp4-w4a4'"),
+    ],
+)
+def test_what_is_refused_before_anything_runs(
+    fake: Path, config: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert _compare(config, fake / "c", *options) == 2
+    assert message in json.loads(capsys.readouterr().out)["error"]
+    assert not (fake / "c" / "runs").exists()
+
+
+def test_a_folder_of_another_configuration_is_refused(
+    fake: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _compare(config, fake / "c", "--methods", "bf16") == 0
+    assert _compare(config, fake / "c", "--set", "steps=7") == 2
+    assert "another configuration" in capsys.readouterr().out
+
+
+def test_steps_after_training_are_repeated_alone(fake: Path) -> None:
+    folder = fake / "run"
+    broken = Step(["x", f"output_dir={folder}", "method=none"], folder / "probe" / "p.json", capture=True)
+    job = Job("a", 0, folder, ["train", f"output_dir={folder}", "method=qat"], lambda: [broken])
+    said: list[str] = []
+    assert not run_job(job, said.append)
+    assert (folder / "checkpoints").is_dir(), "weights stay while something needs them"
+    assert any("x failed" in line for line in said)
+    words, target = [f"output_dir={folder}", "method=qat"], folder / "probe" / "p.json"
+    job.after = lambda: [Step(words, target, capture=True, title="probe")]
+    said.clear()
+    assert run_job(job, said.append)
+    assert said == ["a, seed 0: probe"]
+    assert json.loads((folder / "probe" / "p.json").read_text())["steps"] == 3
+
+
+@pytest.mark.slow
+def test_a_real_comparison_with_probe_and_post_hoc_quantization(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    some = ["compare", str(config), "--tables", "t7", "--out", str(tmp_path / "c"), "--json"]
+    assert main.run(some) == 0
+    assert json.loads(capsys.readouterr().out)["done"] == 3
+    found = load(tmp_path / "c" / "results.json")
+    assert len(found.runs["bf16"][0].posthoc) == 5
+    assert found.runs["trace"][0].measure is not None and found.runs["trace"][0].profile is not None
+    names = {path.name for path in (tmp_path / "c").iterdir()}
+    assert {"fig6.png", "fig10.png", "t7.csv"} <= names

@@ -1,0 +1,251 @@
+"""Tables, figures and verdict of a comparison, from results made by hand."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tracefp4.errors import ConfigError
+from tracefp4.report.arms import MAIN_METHODS, NVFP4, POSTHOC, TABLE_TITLES, Base, arms_of, parse_arm
+from tracefp4.report.comparison import gaps, verdict, write_comparison
+from tracefp4.report.paper_figures import FIGURES, draw_all
+from tracefp4.report.results import Evaluation, Results, RunResult, load, read_result, save
+from tracefp4.report.run_data import Series
+from tracefp4.report.tables import arm_row, build, cells, markdown, to_csv, worst_window
+
+BASE = Base(NVFP4, "r1-all+mid")
+ITEMS = 400
+
+
+def scores(rate: float, seed: int) -> list[float]:
+    """Right or wrong by item; the same items are hard for every arm."""
+    hard = np.random.default_rng(7).random(ITEMS)
+    noise = np.random.default_rng(seed).normal(0, 0.05, ITEMS)
+    return [float(h + n < rate) for h, n in zip(hard, noise, strict=True)]
+
+
+def result(seed: int, rate: float, mismatch: float, warm_start: str = "w", **more) -> RunResult:
+    steps = list(range(40))
+    rng = np.random.default_rng(seed)
+    series = {
+        "reward/mean": [rate * s / 40 for s in steps],
+        "entropy": [1.0 - s / 100 for s in steps],
+        "response_length/mean": [12.0 + s / 40 for s in steps],
+        "mismatch_kl/mean": (mismatch * rng.uniform(0.8, 1.2, 40)).tolist(),
+        "logprob_diff/max": (50 * mismatch * rng.uniform(0.8, 1.2, 40)).tolist(),
+        "logprob_diff/min": (-60 * mismatch * rng.uniform(0.8, 1.2, 40)).tolist(),
+        "logprob_diff/p999": (30 * mismatch * rng.uniform(0.9, 1.1, 40)).tolist(),
+    }
+    first, last = Evaluation(0, scores(0.3, seed)), Evaluation(40, scores(rate, seed + 10))
+    best = Evaluation(20, scores(rate + 0.1, seed + 20))
+    return RunResult(
+        seed,
+        "done",
+        f"tracefp4 train c.toml --set seed={seed}",
+        120.0,
+        40,
+        warm_start,
+        {"device": "a GPU; more"},
+        first,
+        last,
+        best,
+        [(0, first.mean), (20, best.mean), (40, last.mean)],
+        {name: Series(steps, values) for name, values in series.items()},
+        **more,
+    )
+
+
+@pytest.fixture
+def results() -> Results:
+    members = {name: arms_of(name, BASE) for name in TABLE_TITLES if name != "main"}
+    arms = list({a.name: a for group in members.values() for a in group}.values())
+    rates = {"bf16": 0.6, "qat": 0.45, "qarl": 0.44, "quads": 0.52, "tis_sc": 0.55, "trace": 0.6}
+    gaps_of = {"bf16": 1e-3, "trace": 1.2e-3}
+    runs = {}
+    for arm in arms:
+        method = arm.name.partition("@")[0].partition(".")[0]
+        runs[arm.name] = [result(seed, rates[method], gaps_of.get(method, 0.1)) for seed in (0, 1, 2)]
+    for run in runs["bf16"]:
+        run.posthoc = {m: scores(0.5 + 0.01 * i, run.seed + 30 + i) for i, m in enumerate(POSTHOC)}
+    runs["trace"][0].measure = {
+        "rows": [
+            {"name": "qat", "route_replay": True, "plan": None, "code_steps": [0.97, 0.028, 0.001, 0.0005, 0.0005]},
+            {"name": "guided", "route_replay": True, "plan": "r1-all+mid", "code_steps": [1.0, 1e-5, 0, 0, 0]},
+        ]
+    }
+    runs["trace"][0].profile = {"shares": {"forward": 0.8, "kv_dequantization": 0.1, "wa_guidance": 0.1}}
+    return Results("sums", list(members), arms, runs, {n: [a.name for a in g] for n, g in members.items()})
+
+
+# Arms -----------------------------------------------------------------------------------------------------------------
+
+
+def test_tables_hold_the_rows_of_the_paper():
+    names = {table: [arm.name for arm in arms_of(table, BASE)] for table in TABLE_TITLES}
+    assert names["t1"] == list(MAIN_METHODS)
+    assert names["t3"] == ["bf16", *(f"{m}@nvfp4-w4a4" for m in ("qat", "quads", "trace")), "qat@nvfp4-kv4", "trace@nvfp4-kv4"]  # fmt: skip  # noqa: E501
+    assert names["t4"] == ["bf16", *(f"{m}@mxfp4-{s}-kv4" for s in ("w4a8", "w4a4") for m in ("qat", "trace"))]
+    assert {"trace.r4-all", "trace.r1-half", "trace", "trace.r1-quarter+mid"} < set(names["t5"])
+    assert names["t6"] == ["bf16", "tis_sc", "tis_sc.without-tis", "trace"]
+    assert names["t7"] == ["bf16", "qat", "trace"]
+    assert names["main"] == names["t1"]
+
+
+def test_names_say_what_differs_from_the_configuration():
+    other = Base("nvfp4-kv4", "r1-all")
+    assert [a.name for a in arms_of("t1", other)] == ["bf16", *(f"{m}@{NVFP4}" for m in MAIN_METHODS[1:])]
+    arm = other.arm("trace", NVFP4, "r1-all/s3")
+    assert (arm.name, arm.settings) == (f"trace@{NVFP4}.r1-all-s3", ("method=trace", f"spec={NVFP4}", "plan=r1-all/s3"))
+    assert arm.label == "trace r1-all/s3"
+
+
+def test_arms_of_the_users_own():
+    arm = parse_arm("icepop:method=trace,correction.name=icepop", BASE)
+    assert (arm.name, arm.plan, arm.settings) == ("icepop", "r1-all+mid", ("method=trace", "correction.name=icepop"))
+    for wrong in ("icepop", "x:correction.name=icepop", "a/b:method=qat", "x:method"):
+        with pytest.raises(ConfigError, match="not of the form"):
+            parse_arm(wrong, BASE)
+    with pytest.raises(ConfigError, match="did you mean 't1'"):
+        arms_of("t11", BASE)
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def test_scores_errors_and_paired_differences(results):
+    rows = {row.method.split()[0]: row for row in build(results, "t1")}
+    reference, qat = rows["bf16"], rows["qat"]
+    means = [100 * np.mean(run.last.scores) for run in results.runs["qat"]]
+    assert qat.score == pytest.approx(np.mean(means))
+    assert qat.error == pytest.approx(np.std(means, ddof=1) / 3**0.5)
+    assert reference.difference is None and qat.seeds == 3
+    assert qat.difference == pytest.approx(qat.score - reference.score)
+    low, high = qat.difference_interval
+    assert low < qat.difference < high < 0
+    # Pairing by item: the interval of the difference is narrower than that of either score.
+    assert high - low < qat.interval[1] - qat.interval[0]
+    assert qat.largest == pytest.approx(max(abs(v) for r in results.runs["qat"] for v in r.series["logprob_diff/min"].values))  # fmt: skip  # noqa: E501
+
+
+def test_unequal_warm_starts_are_refused(results):
+    results.runs["qat"][1].warm_start = "other"
+    with pytest.raises(ConfigError, match=r"'qat' and 'bf16' cannot be paired: with seed 1 .* other and w"):
+        build(results, "t1")
+
+
+def test_unequal_items_are_refused(results):
+    results.runs["qat"][0].last.scores.pop()
+    with pytest.raises(ConfigError, match=r"different items: \[399, 400\]"):
+        build(results, "t1")
+    for run in results.runs["qat"][1:]:
+        run.last.scores.pop()
+    with pytest.raises(ConfigError, match="'qat' was evaluated on 399 items"):
+        build(results, "t1")
+
+
+def test_only_common_seeds_are_paired(results):
+    results.runs["qat"][2] = RunResult(2, "failed", note="out of memory")
+    results.runs["bf16"][0] = RunResult(0, "missing")
+    row = arm_row(results, results.arm("qat"))
+    assert (row.seeds, row.failed) == (2, 1)
+    only = np.mean(results.runs["qat"][1].last.scores) - np.mean(results.runs["bf16"][1].last.scores)
+    assert row.difference == pytest.approx(100 * only)
+    notes = gaps(results)
+    assert "qat, seed 2: failed. out of memory" in notes and "bf16: not run yet with seed 0." in notes
+
+
+def test_score_centering_counts_at_its_best_step(results):
+    rows = build(results, "t6")
+    assert rows[1].step == "best of 20" and rows[3].step == "40"
+    assert rows[1].score == pytest.approx(100 * np.mean([np.mean(r.best.scores) for r in results.runs["tis_sc"]]))
+
+
+def test_post_hoc_rows_follow_the_reference(results):
+    rows = build(results, "t7")
+    assert [row.method for row in rows] == [
+        "bf16",
+        *(f"bf16, then {m}" for m in POSTHOC),
+        "qat",
+        "trace r1-all+mid",
+    ]
+    assert rows[1].spec == "NVFP4 W/A + NVFP4 KV" and rows[1].difference < 0
+
+
+def test_the_tail_is_that_of_the_worst_window(results):
+    run = results.runs["trace"][0]
+    run.series["logprob_diff/p999"] = Series(list(range(40)), [0.0] * 20 + [1.0] * 20)
+    assert worst_window(run) == 1.0
+    assert worst_window(run, 40) == 0.5
+    assert worst_window(run, 100) == 0.5
+
+
+def test_markdown_and_csv_hold_every_row(results):
+    rows = build(results, "t1")
+    text = markdown(results, "t1", rows)
+    assert text.count("\n| ") == 1 + len(rows)
+    assert all(line.count("|") == 15 for line in text.splitlines() if line.startswith("| "))
+    found = list(csv.DictReader(to_csv(rows).splitlines()))
+    assert [float(line["score"]) for line in found] == pytest.approx([row.score for row in rows])
+    assert all(len(cells(row)) == 14 for row in rows)
+
+
+# Verdict, figures, page -----------------------------------------------------------------------------------------------
+
+
+def test_verdict_of_a_valid_comparison(results):
+    text = " ".join(verdict(results))
+    assert "bf16 learned" in text and "qat differs from bf16" in text
+    assert "Inconclusive" not in text
+    assert "trace is not below bf16" in text and "(within 1.5)" in text
+
+
+def test_a_reference_that_learned_nothing_makes_it_inconclusive(results):
+    for run in results.runs["bf16"]:
+        run.first = run.last
+    assert any("Inconclusive" in line for line in verdict(results))
+    results.runs["bf16"] = [RunResult(s, "failed") for s in (0, 1, 2)]
+    assert verdict(results) == ["No finished run of bf16: differences to it are not known."]
+
+
+def test_every_figure_is_drawn_or_named(results):
+    drawings, notes = draw_all(results)
+    assert {d.name for d in drawings} == set(FIGURES) and not notes
+    results.runs["trace"][0].measure = results.runs["trace"][0].profile = None
+    drawings, notes = draw_all(results)
+    assert {d.name for d in drawings} == set(FIGURES) - {"fig6", "fig10"}
+    assert [note.split()[0] for note in notes] == ["fig6", "fig10"]
+
+
+def test_everything_is_written_and_drawn_again_from_one_file(results, tmp_path: Path):
+    paths = write_comparison(results, tmp_path)
+    assert all(path.stat().st_size > 500 for path in paths.values())
+    assert paths["fig1"].read_bytes().startswith(b"\x89PNG")
+    page = paths["page"].read_text(encoding="utf-8")
+    for text in (
+        "T1. Joint NVFP4",
+        "T7. The final FP4 policy",
+        "tracefp4 train c.toml --set seed=0",
+        "bf16, then hscale",
+    ):
+        assert text in page
+    assert "<script" not in page and "src=" not in page
+    again = load(tmp_path / "results.json")
+    assert again == results
+    write_comparison(again, tmp_path / "again")
+    assert (tmp_path / "again" / "tables.md").read_text() == (tmp_path / "tables.md").read_text()
+    save(again, tmp_path / "results.json")
+    (tmp_path / "results.json").write_text('{"format": 0}')
+    with pytest.raises(ConfigError, match="no results file of this version"):
+        load(tmp_path / "results.json")
+
+
+def test_a_run_that_is_not_there_is_missing(tmp_path: Path):
+    assert read_result(tmp_path, 3) == RunResult(3, "missing")
+    (tmp_path / "job.json").write_text('{"status": "failed", "command": "c", "seconds": 1.0, "note": "killed"}')
+    assert (read_result(tmp_path, 3).status, read_result(tmp_path, 3).note) == ("failed", "killed")
+    (tmp_path / "job.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_result(tmp_path, 3)
