@@ -52,6 +52,14 @@ def test_more_channels_leave_less_error(spec):
     assert errors[-1] < 0.2 * error(x, q.dequantize())
 
 
+@pytest.mark.parametrize("spec", NUMERICS)
+def test_devices_agree(spec, device):
+    x = values(rows=64, width=128, seed=3)
+    expected = compensated(x, quantize(x, NUMERICS[spec]), 0.5)
+    there = x.to(device)
+    assert torch.equal(compensated(there, quantize(there, NUMERICS[spec]), 0.5).cpu(), expected)
+
+
 def test_a_row_does_not_depend_on_its_batch():
     x = values(seed=2)
     q = quantize(x, NUMERICS["nvfp4-w4a4"])

@@ -45,6 +45,20 @@ def test_graphs_change_nothing(make_bench, make_request, family, dtype):
         assert close.numel() == 0 or close.abs().median() < (1e-4 if dtype is torch.float32 else 0.1)
 
 
+@pytest.mark.parametrize("residual", [0.0, 0.5])
+def test_graphs_return_top_logprobs_and_compensate(make_bench, make_request, residual):
+    requests = [make_request("a", 21, samples=3, max_new_tokens=20, top_logprobs=7), make_request("b", 5)]
+    plain, graphs = (
+        make_bench(device="cuda", residual=residual, cuda_graphs=cuda_graphs).engine for cuda_graphs in (False, True)
+    )
+    for one, other in zip(plain.generate(requests), graphs.generate(requests), strict=True):
+        assert one.response_ids == other.response_ids
+        if one.top is not None:
+            assert torch.equal(one.top.ids, other.top.ids)
+            torch.testing.assert_close(one.top.logprobs, other.top.logprobs, atol=1e-4, rtol=0)
+    assert graphs.stats.graph_steps > 0
+
+
 def test_a_sync_reaches_captured_graphs(make_bench, make_request):
     from tracefp4.models.tiny import tiny_model
 
@@ -63,10 +77,10 @@ def test_a_decode_step_does_not_wait(make_bench, make_request):
     engine.generate([make_request("warm", 9)])
     step = engine._runner.decode_step
 
-    def watched(inputs, truncate):
+    def watched(inputs, truncate, top):
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return step(inputs, truncate)
+            return step(inputs, truncate, top)
         finally:
             torch.cuda.set_sync_debug_mode("default")
             waits.append(1)

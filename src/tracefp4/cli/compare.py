@@ -145,7 +145,7 @@ class _Shared:
         if posthoc or probed:
             overrides.append("train.save_final=true")
         words = ["train", str(self.config), *(word for item in overrides for word in ("--set", item))]
-        after = partial(_after, folder, arm, self.tree, self.config, posthoc, probed)
+        after = partial(_after, folder, arm, self.tree, posthoc, probed)
         return Job(arm.name, seed, folder, words, after, self.keep_weights)
 
 
@@ -162,7 +162,7 @@ def _jobs(shared: _Shared, arms: Sequence[Arm], seeds: Sequence[int], tables: Se
     ]
 
 
-def _after(folder: Path, arm: Arm, tree: Config, config: Path, posthoc: bool, probed: bool) -> list[Step]:
+def _after(folder: Path, arm: Arm, tree: Config, posthoc: bool, probed: bool) -> list[Step]:
     steps: list[Step] = []
     if posthoc:
         last = folder / "posthoc" / f"{POSTHOC[-1]}.json"
@@ -171,7 +171,18 @@ def _after(folder: Path, arm: Arm, tree: Config, config: Path, posthoc: bool, pr
         common = ["--spec", arm.spec, "--numerics", tree.numerics, "--device", tree.device]
         length = ["--max-new-tokens", str(tree.sampling.max_new_tokens)]
         plan = arm.plan if arm.plan else tree.plan
-        measure = ["measure", str(folder), *common, *length, "--task", str(config), "--plan", plan, "--prompts", "16"]
+        measure = [
+            "measure",
+            str(folder),
+            *common,
+            *length,
+            "--task",
+            str(folder / "config.toml"),
+            "--plan",
+            plan,
+            "--prompts",
+            "16",
+        ]
         steps.append(Step([*measure, "--samples", "2"], folder / "probe" / "measure.json", capture=True))
         prompts = [word for text in _prompts(folder) for word in ("--prompt", text)]
         rollout = ["rollout", str(folder), *common, *length, "--plan", plan, "--plain", "--samples", "4", "--profile"]

@@ -158,7 +158,10 @@ class Run:
         """
         theirs = self.engine.coverage()
         mine = self.trainer_coverage()
+        loss, correction = self.config.loss, self.config.correction
         say(f"policy {self.config.policy} on {self.device}; method {self.method.name}")
+        weighing = f"{correction.level} {correction.name}{f', {correction.reject}' if correction.reject else ''}"
+        say(f"loss {loss.name}{' with score centering' if loss.score_centering else ''}; correction {weighing}")
         say(f"warm start {self.warm_start_hash}")
         for key, value in self.source.items():
             say(f"  {key}: {value}")
