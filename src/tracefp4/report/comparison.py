@@ -18,7 +18,7 @@ from tracefp4.errors import ConfigError
 from tracefp4.report import figures, html
 from tracefp4.report.arms import REFERENCE, TABLE_TITLES
 from tracefp4.report.paper_figures import Drawing, draw_all
-from tracefp4.report.results import Results, save
+from tracefp4.report.results import Results, RunResult, save
 from tracefp4.report.run_report import write_text
 from tracefp4.report.tables import HEADINGS, WINDOW, Row, arm_row, build, cells, learned, markdown, to_csv
 
@@ -106,10 +106,20 @@ def verdict(results: Results) -> list[str]:
                 f"p99.9 of the log-prob difference of trace, worst {WINDOW} steps: {ratio:.2f} times that of "
                 f"{REFERENCE} ({'within' if ratio <= TAIL_RATIO else 'beyond'} {TAIL_RATIO})."
             )
+    unread = [run.series["guidance/unread_share"].mean() for run in _guided(results)]
+    if unread:
+        share = figures.share_text(sum(unread) / len(unread))
+        said.append(f"{share} of the guidance bytes belonged to samples that trained nothing and were never read.")
     wide = [f"{name} ({_half(row):.1f})" for name, row in rows.items() if (_half(row) or 0.0) > HALF_WIDTH]
     if wide:
         said.append(f"Intervals wider than +-{HALF_WIDTH:g} points, too wide to rank: {', '.join(wide)}.")
     return said
+
+
+def _guided(results: Results) -> list[RunResult]:
+    """Finished runs that recorded guidance."""
+    runs = [run for arm in results.arms for run in results.done(arm.name)]
+    return [run for run in runs if "guidance/unread_share" in run.series]
 
 
 def gaps(results: Results) -> list[str]:
