@@ -127,7 +127,8 @@ def read_result(folder: Path, seed: int) -> RunResult:
     found = [Evaluation(row["step"], row["eval/scores"]) for row in _evaluations(folder)]
     if found:
         result.first, result.last = found[0], found[-1]
-        result.best = max(found, key=lambda e: (e.mean, -e.step))
+        # The evaluation before training is no step of it.
+        result.best = max(found[1:] or found, key=lambda e: (e.mean, -e.step))
         result.curve = [(e.step, e.mean) for e in found]
     for method in POSTHOC:
         data = _json(folder / "posthoc" / f"{method}.json")
