@@ -158,9 +158,9 @@ def crossed_bootstrap(values: ArrayLike, *, resamples: int = 2000, confidence: f
     if items < 2:
         return Interval(float(table.mean()), None, None, confidence, items, method)
     rng = np.random.default_rng(seed)
-    drawn_seeds = rng.multinomial(seeds, np.full(seeds, 1.0 / seeds), size=resamples) / seeds
-    drawn_items = rng.multinomial(items, np.full(items, 1.0 / items), size=resamples) / items
-    means = ((drawn_seeds @ table) * drawn_items).sum(axis=1)
+    by_item = rng.multinomial(seeds, np.full(seeds, 1.0 / seeds), size=resamples) @ table / seeds
+    drawn = rng.integers(items, size=(resamples, items), dtype=np.int32)
+    means = np.take_along_axis(by_item, drawn, axis=1).mean(axis=1)
     tail = (1 - confidence) / 2
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(float(table.mean()), float(low), float(high), confidence, items, method)
