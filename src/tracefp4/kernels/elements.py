@@ -1,0 +1,116 @@
+"""Device functions: rounding to the E2M1 grid, to nearest and guided.
+
+For ``a`` in [0, 6] the grid step is ``2^(e-1)`` with ``e = max(exponent of a, 0)``. Adding ``M = 2^(e+22)`` rounds ``a``
+to a multiple of it, ties to even; the low bits of the sum count the steps, and the code is ``count + 2 e``: the grid's
+even multiples are its codes with an even last bit, so this tie rule is the format's own. Seven comparisons become one
+addition. (Measured before this package had kernels: the difference between half and all of the bandwidth.)
+
+Guided rounding needs the neighbour *below* ``a``, which is the truncated count, and whether ``a`` is on the grid. The
+rules are those of :mod:`tracefp4.quantizers.guided`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+"""Kernels run in Triton's interpreter, which lacks inline assembly, cuts bfloat16 instead of rounding it, and gets its
+subnormals wrong; :func:`narrow` and :func:`widen` then convert by integer arithmetic."""
+
+
+@triton.jit
+def _clipped(z):
+    """``min(|z|, 6)`` and its grid exponent; a NaN counts as 6."""
+    a = (z.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    a = tl.where(a < 6.0, a, 6.0)
+    exponent = tl.maximum((a.to(tl.int32, bitcast=True) >> 23) - 127, 0)
+    return a, exponent
+
+
+@triton.jit
+def nearest(z, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
+    """Nearest E2M1 code (int32, ``0..15``) of ``z`` float32; beyond 6 it saturates, NaN gives +6."""
+    a, exponent = _clipped(z)
+    magic = (exponent + 149) << 23
+    total = a + magic.to(tl.float32, bitcast=True)
+    count = total.to(tl.int32, bitcast=True) - magic
+    if TIES != "even":
+        step = ((exponent + 126) << 23).to(tl.float32, bitcast=True)
+        rest = a - (total - magic.to(tl.float32, bitcast=True))
+        if TIES == "up":
+            count += (rest == 0.5 * step).to(tl.int32)
+        else:
+            count -= (rest == -0.5 * step).to(tl.int32)
+    code = count + 2 * exponent
+    negative = z.to(tl.int32, bitcast=True) < 0
+    if NEGATIVE_ZERO == "strict":
+        negative = negative & (a > 0.0)
+    elif NEGATIVE_ZERO == "positive":
+        negative = negative & (code > 0)
+    negative = negative & (z == z)
+    return code | (negative.to(tl.int32) << 3)
+
+
+@triton.jit
+def guided(z, low, BITS: tl.constexpr):
+    """The end of ``z``'s bracket that the recorded bits name (decoder ``bracket``), int32 codes ``0..15``.
+
+    ``z`` float32 in units of the rollout's scale; ``low`` int32, the low ``BITS`` bits of each recorded code.
+    """
+    a, exponent = _clipped(z)
+    sign = ((z.to(tl.int32, bitcast=True) < 0) & (z == z)).to(tl.int32) << 3
+    scaled = a * ((128 - exponent) << 23).to(tl.float32, bitcast=True)
+    count = scaled.to(tl.int32)
+    lower = tl.minimum(count + 2 * exponent, 6)
+    on_grid = (count.to(tl.float32) == scaled) & (a != 6.0)
+    upper = lower + 1 - on_grid.to(tl.int32)
+    if BITS == 1:
+        code = tl.where((upper & 1) == low, upper, lower)
+    elif BITS == 2:
+        middle = tl.where(low == 0, 1.0, tl.where(low == 1, 1.75, tl.where(low == 2, 2.5, 3.75)))
+        congruent = low + 4 * (a > middle).to(tl.int32)
+        congruent = tl.minimum(tl.maximum(congruent, lower), upper)
+        code = tl.where((upper & 3) == low, upper, tl.where((lower & 3) == low, lower, congruent))
+    elif BITS == 3:
+        code = tl.minimum(tl.maximum(low, lower), upper)
+    else:
+        # Seen from z's side of zero, a code of the other sign lies below every magnitude.
+        wanted = tl.where((low & 8) == sign, low & 7, -1)
+        code = tl.minimum(tl.maximum(wanted, lower), upper)
+    return code | sign
+
+
+@triton.jit
+def magnitude(code):
+    """Signed value of codes ``0..15`` (int32), float32."""
+    size = code & 7
+    exponent = size >> 1
+    # Normal: (2 + m) 2^(e-2). Subnormal (e = 0): m / 2 = (0 + m) 2^-1.
+    count = tl.where(exponent == 0, size & 1, 2 + (size & 1))
+    power = tl.maximum(exponent, 1) - 2
+    value = count.to(tl.float32) * ((power + 127) << 23).to(tl.float32, bitcast=True)
+    return (value.to(tl.int32, bitcast=True) | ((code >> 3) << 31)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def narrow(value, dtype: tl.constexpr):
+    """``value`` float32 rounded to nearest even in a narrower float type."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = value.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(value == value, rounded, 0x7FC0)
+        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return value.to(dtype)
+
+
+@triton.jit
+def widen(value):
+    """``value`` of any float type as float32, exactly."""
+    if INTERPRETED and value.dtype == tl.bfloat16:
+        return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return value.to(tl.float32)

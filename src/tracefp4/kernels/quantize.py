@@ -1,0 +1,236 @@
+"""One pass from values to everything that a site wants of them.
+
+A program takes one row (or a piece of one, where no scale spans the row) as a tile ``(blocks, block)``, finds block
+maxima, the row's global scale, scale bytes and codes, and writes what was asked for:
+
+    codes     one a byte              scales    one byte a block          operand  ``code x block scale``, bfloat16
+    packed    two a byte              global    one float32 a row         values   operand x global scale, any dtype
+    planes    the low bits of each code, as :mod:`tracefp4.guidance.codec` stores them
+
+The equal but eager code reads and writes the tensor a dozen times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tracefp4.kernels.elements import magnitude, narrow, nearest, widen
+from tracefp4.kernels.rules import Rules
+from tracefp4.kernels.scales import (
+    block_amax,
+    block_scale,
+    block_unit,
+    finite,
+    global_forms,
+    global_from_amax,
+    is_nan_bits,
+    normalized,
+    scale_value,
+)
+
+ROW_LIMIT = 32768
+"""Longest row that shares a global scale: it is held in registers."""
+_PIECE = 2048
+"""Values a program takes of a longer row without such a scale."""
+
+
+@triton.jit
+def _quantize(
+    x_ptr, global_ptr, codes_ptr, packed_ptr, scales_ptr, new_global_ptr, operand_ptr, values_ptr, planes_ptr,
+    width, x_stride, x_groups, x_group_stride, per_global,
+    TILE: tl.constexpr, GIVEN: tl.constexpr,
+    CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
+    SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
+    QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
+    CONSTANT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    lane = tl.arange(0, BLOCK)
+    inside = block * BLOCK < width
+    column = block[:, None] * BLOCK + lane[None, :]
+    mask = tl.broadcast_to(inside[:, None], (TILE, BLOCK))
+    start = (row // x_groups) * x_group_stride + (row % x_groups) * x_stride
+    x = tl.load(x_ptr + start + column, mask=mask, other=0.0)
+    x = widen(x)
+
+    amax = block_amax(x)
+    if GIVEN:
+        g = tl.load(global_ptr + row // per_global)
+    elif SCOPE == "token":
+        top = tl.max(tl.where(is_nan_bits(amax), 0.0, finite(amax)), axis=0)
+        g = global_from_amax(top, GLOBAL_RULE, GLOBAL_FORM)
+        tl.store(new_global_ptr + row, g)
+    else:
+        g = 1.0
+    encode, decode = global_forms(g, SCOPE, GLOBAL_FORM, CONSTANT)
+    scale = block_scale(amax, encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
+    z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), QUOTIENT)
+    code = nearest(z, TIES, NEGATIVE_ZERO)
+    if not E8M0:
+        code = tl.where((scale == 0)[:, None], 0, code)
+
+    blocks = width // BLOCK
+    tl.store(scales_ptr + row * blocks + block, scale.to(tl.uint8), mask=inside)
+    write(
+        code, scale, decode, row, block, width,
+        codes_ptr, packed_ptr, operand_ptr, values_ptr, planes_ptr,
+        TILE, CODES, PACKED, OPERAND, VALUES, BITS, BLOCK, E8M0,
+    )  # fmt: skip
+
+
+@triton.jit
+def write(
+    code, scale, decode, row, block, width,
+    codes_ptr, packed_ptr, operand_ptr, values_ptr, planes_ptr,
+    TILE: tl.constexpr, CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr,
+    BITS: tl.constexpr, BLOCK: tl.constexpr, E8M0: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of codes ``(TILE, BLOCK)`` (int32) and their scale bytes ``(TILE,)`` in the forms asked for."""
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK))
+    if CODES:
+        tl.store(codes_ptr + row * width + column, code.to(tl.uint8), mask=mask)
+    if PACKED:
+        even, odd = tl.split(tl.reshape(code, (TILE, BLOCK // 2, 2)))
+        byte = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+        inside = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK // 2))
+        tl.store(packed_ptr + row * (width // 2) + byte, (even | (odd << 4)).to(tl.uint8), mask=inside)
+    if OPERAND or VALUES:
+        product = magnitude(code) * scale_value(scale, E8M0)[:, None]
+        if OPERAND:
+            tl.store(operand_ptr + row * width + column, narrow(product, tl.bfloat16), mask=mask)
+        if VALUES:
+            value = product * decode
+            tl.store(values_ptr + row * width + column, narrow(value, values_ptr.dtype.element_ty), mask=mask)
+    if BITS:
+        eights = tl.reshape(code, (TILE, BLOCK // 8, 8))
+        byte = block[:, None] * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+        inside = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK // 8))
+        shift = tl.arange(0, 8)[None, None, :]
+        for bit in tl.static_range(BITS):
+            plane = tl.sum(((eights >> bit) & 1) << shift, axis=2)
+            at = planes_ptr + row * (BITS * width // 8) + bit * (width // 8) + byte
+            tl.store(at, plane.to(tl.uint8), mask=inside)
+
+
+@dataclass(slots=True)
+class Fused:
+    """What a fused quantization wrote; ``None`` where nothing was asked for. Leading axes are those of the input."""
+
+    scales: Tensor
+    """uint8 ``(..., D / B)``."""
+    global_scale: Tensor | None
+    """float32 ``(..., 1)`` made here under scope ``token``, or the one that was given."""
+    codes: Tensor | None = None
+    """uint8 ``(..., D)``."""
+    packed: Tensor | None = None
+    """uint8 ``(..., D / 2)``, low nibble first."""
+    operand: Tensor | None = None
+    """bfloat16 ``(..., D)``: ``code x block scale``."""
+    values: Tensor | None = None
+    """``(..., D)``: operand times global decode scale, rounded once."""
+    planes: Tensor | None = None
+    """uint8 ``(..., bits D / 8)``."""
+
+
+def fits(x: Tensor, rules: Rules) -> bool:
+    """Whether :func:`quantize` takes this tensor: it has values, and a row with one global scale is short enough."""
+    return x.numel() > 0 and (rules.scope != "token" or x.shape[-1] <= ROW_LIMIT)
+
+
+def quantize(
+    x: Tensor,
+    rules: Rules,
+    global_scale: Tensor | None = None,
+    *,
+    codes: bool = False,
+    packed: bool = False,
+    operand: bool = False,
+    values: torch.dtype | None = None,
+    bits: int = 0,
+) -> Fused:
+    """Quantize ``x (..., D)`` in one pass.
+
+    Args:
+        x: bfloat16, float16 or float32; ``D`` a multiple of the block size.
+        rules: arithmetic choices.
+        global_scale: float32, one for each group of equally many leading rows, contiguous, in primary form. Needed
+            under scope ``tensor``; under ``token`` made from ``x`` if ``None``.
+        codes: write whole codes, one a byte.
+        packed: write two codes a byte.
+        operand: write exact bfloat16 operands.
+        values: write dequantized values in this dtype.
+        bits: write this many bit planes, 0 for none.
+    """
+    width, lead = x.shape[-1], x.shape[:-1]
+    x, stride, groups, group_stride = _rows(x)
+    rows = x.numel() // width
+    out = _allocate(x, lead, width, rules, codes, packed, operand, values, bits)
+    given = global_scale is not None and rules.scope in ("token", "tensor")
+    if given or rules.scope != "token":
+        out.global_scale = global_scale
+    per_global = rows // global_scale.numel() if given and global_scale is not None else 1
+    if rules.scope in ("constant", "none") and not bits and x.is_contiguous() and x.numel() < 2**31:
+        # No scale spans a row, so rows may be joined: programs get full tiles however narrow a row is.
+        width, rows = x.numel(), 1
+    tile = tile_of(width, rules, given)
+    grid = (rows, triton.cdiv(width // rules.block, tile))
+    none = out.scales  # never touched: the kernel was compiled without what is None
+    _quantize[grid](
+        x, _or(global_scale, none), _or(out.codes, none), _or(out.packed, none), out.scales,
+        _or(out.global_scale, none), _or(out.operand, none), _or(out.values, none), _or(out.planes, none),
+        width, stride, groups, group_stride, per_global,
+        TILE=tile, GIVEN=given, CODES=codes, PACKED=packed, OPERAND=operand, VALUES=values is not None, BITS=bits,
+        **rules.constants(), num_warps=warps_of(tile * rules.block), enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def tile_of(width: int, rules: Rules, given: bool = False) -> int:
+    """Blocks of a program's tile, a power of two: the whole row where it shares a scale that is made here."""
+    whole = triton.next_power_of_2(width // rules.block)
+    return whole if rules.scope == "token" and not given else min(whole, _PIECE // rules.block)
+
+
+def warps_of(values: int) -> int:
+    """Warps for a tile: sixteen values a thread, one warp at least, sixteen at most."""
+    return max(1, min(16, triton.next_power_of_2(values) // 512))
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """``x`` with its row stride, rows of a group and stride of groups; copied if it is laid out in any other way."""
+    width = x.shape[-1]
+    if x.ndim == 3 and x.stride(2) == 1:
+        return x, x.stride(1), x.shape[1], x.stride(0)
+    if x.ndim == 2 and x.stride(1) == 1:
+        return x, x.stride(0), max(x.shape[0], 1), 0
+    return x.contiguous(), width, max(x.numel() // width, 1), 0
+
+
+def _allocate(
+    x: Tensor, lead: torch.Size, width: int, rules: Rules, codes: bool, packed: bool, operand: bool,
+    values: torch.dtype | None, bits: int,
+) -> Fused:  # fmt: skip
+    def new(size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty((*lead, size), dtype=dtype, device=x.device)
+
+    return Fused(
+        scales=new(width // rules.block),
+        global_scale=new(1, torch.float32) if rules.scope == "token" else None,
+        codes=new(width) if codes else None,
+        packed=new(width // 2) if packed else None,
+        operand=new(width, torch.bfloat16) if operand else None,
+        values=None if values is None else new(width, values),
+        planes=new(bits * width // 8) if bits else None,
+    )
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other if tensor is None else tensor

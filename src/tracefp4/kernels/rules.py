@@ -1,0 +1,40 @@
+"""Arithmetic choices as a kernel takes them: compile-time constants.
+
+``formats`` lies above this package and knows what a numerics means; here its choices are words and numbers that select
+branches of a kernel while it is compiled. Every field says the same as the field of
+:class:`tracefp4.formats.numerics.Numerics` with that name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """The choices that make FP4 codes. E2M1 elements only."""
+
+    block: int
+    """Values that share a block scale, 16 or 32."""
+    e8m0: bool
+    """Block scales are E8M0; else E4M3."""
+    ties: str
+    negative_zero: str
+    scale_rule: str
+    scale_floor: float
+    floor_byte: int
+    """``scale_floor`` in the scale format."""
+    zero_byte: int
+    """``zero_scale`` in the scale format; the byte of a block whose scale is zero."""
+    quotient: str
+    scope: str
+    """``token``, ``tensor``, ``constant`` or ``none``."""
+    global_rule: str
+    global_form: str
+    constant: float
+    """Decode scale under scope ``constant``."""
+
+    def constants(self) -> dict[str, Any]:
+        """Keyword arguments of a kernel launch, upper case."""
+        return {name.upper(): value for name, value in asdict(self).items()}

@@ -1,0 +1,77 @@
+"""Kernels on a GPU, or in Triton's interpreter where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where kernels run: compiled on a GPU, interpreted on a machine without one."""
+    from tracefp4.kernels.runtime import interpreted
+
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        yield torch.device("cuda")
+    elif torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU")
+    else:
+        with interpreted():
+            yield torch.device("cpu")
+
+
+def _values(rows: int, width: int, kind: str = "normal", seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, width, generator=generator) * 3
+    if kind == "wide":
+        x = x * torch.exp(4 * torch.randn(rows, width // 16, generator=generator)).repeat_interleave(16, -1)
+    if kind == "ties":
+        x = torch.randint(-24, 25, (rows, width), generator=generator) / 4
+    if kind == "edges":
+        x[0] = 0.0
+        x[1, :16] = 0.0
+        x[1, 16:32] = -0.0
+        x[2, 3] = float("inf")
+        x[2, 20] = -float("inf")
+        x[3, 5] = float("nan")
+        x[4] *= 1e-38
+        x[5] *= 1e-30
+        x[5, 0] = 1e30
+        x[6, :16] *= 1e-4
+    return x.to(dtype)
+
+
+@pytest.fixture
+def make_values() -> Callable[..., Tensor]:
+    """Random data: ``make_values(rows, width, kind, seed, dtype)``; kind ``normal``, ``wide``, ``ties``, ``edges``."""
+    return _values
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    """Equal bit for bit, any NaN equal to any other."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    found, expected = found.cpu(), expected.cpu()
+    if not found.dtype.is_floating_point:
+        return bool(torch.equal(found, expected))
+    kind = torch.int32 if found.dtype is torch.float32 else torch.int16
+    nan = found.isnan() & expected.isnan()
+    return bool(((found.contiguous().view(kind) == expected.contiguous().view(kind)) | nan).all())
+
+
+@pytest.fixture
+def same() -> Callable[[Tensor, Tensor], bool]:
+    """Compare bit patterns."""
+    return _same

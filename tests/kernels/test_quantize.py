@@ -1,0 +1,106 @@
+"""The fused quantizer writes what the plain code computes, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tracefp4.formats import blocks, e2m1
+from tracefp4.formats.fused import rules
+from tracefp4.formats.numerics import NUMERICS, get_numerics
+from tracefp4.guidance.codec import pack_bits
+
+FP4 = [name for name in NUMERICS if get_numerics(name).element == "e2m1"]
+
+
+def by_row(name):
+    n = get_numerics(name)
+    return replace(n, scope="token") if n.scope == "tensor" else n
+
+
+def check(found, expected, same, bits=0):
+    assert same(found.scales, expected.scales)
+    if expected.global_scale is not None:
+        assert same(found.global_scale, expected.global_scale)
+    if found.codes is not None:
+        assert same(found.codes, expected.codes)
+    if found.packed is not None:
+        assert same(found.packed, e2m1.pack(expected.codes))
+    if found.operand is not None:
+        assert same(found.operand, expected.operand())
+    if found.values is not None:
+        assert same(found.values, expected.dequantize(found.values.dtype))
+    if found.planes is not None:
+        assert same(found.planes, pack_bits(expected.codes, bits))
+
+
+@pytest.mark.parametrize("name", FP4)
+@pytest.mark.parametrize("kind", ["normal", "wide", "ties", "edges"])
+def test_equals_the_plain_code(name, kind, device, make_values, same):
+    from tracefp4.kernels.quantize import quantize
+
+    n = by_row(name)
+    for width in (64, 96):
+        x = make_values(7, width, kind, seed=width)
+        expected = blocks.quantize(x, n)
+        options = {"codes": True, "packed": True, "operand": True, "values": torch.bfloat16, "bits": 3}
+        check(quantize(x.to(device), rules(n), **options), expected, same, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-pow2", "mxfp4-ceil"])
+def test_other_dtypes(name, dtype, device, make_values, same):
+    from tracefp4.kernels.quantize import quantize
+
+    x = make_values(7, 128, "normal", 3, dtype)
+    expected = blocks.quantize(x, get_numerics(name))
+    check(quantize(x.to(device), rules(get_numerics(name)), codes=True, values=dtype), expected, same)
+
+
+@pytest.mark.parametrize("negative_zero", ["keep", "strict", "positive"])
+@pytest.mark.parametrize("ties", ["even", "up", "down"])
+def test_every_class_of_floats(ties, negative_zero, device, same):
+    """All bfloat16 values as normalised values: block scale 1, so that what is rounded is the value itself."""
+    from tracefp4.kernels.quantize import quantize
+
+    n = replace(get_numerics("sglang-kv-nvfp4"), ties=ties, negative_zero=negative_zero)
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[x.abs() <= 6]
+    x = torch.nn.functional.pad(x[: x.numel() // 15 * 15].view(-1, 15), (0, 1), value=6.0)
+    check(quantize(x.to(device), rules(n), codes=True), blocks.quantize(x, n), same)
+
+
+def test_given_global_scales(device, make_values, same):
+    from tracefp4.kernels.quantize import quantize
+
+    n = replace(get_numerics("nvfp4-te"), scope="tensor")
+    w = make_values(12, 2112, "wide", 5).view(3, 4, 2112)
+    expected = blocks.quantize_weight(w, n)
+    found = quantize(w.to(device), rules(n), expected.global_scale.to(device), packed=True, operand=True)
+    check(found, expected, same)
+
+
+def test_strided_rows(device, make_values, same):
+    from tracefp4.kernels.quantize import quantize
+
+    n = get_numerics("nvfp4-te")
+    x = make_values(10, 128, "normal", 7)
+    for part in (x[:, 32:96], x.view(5, 2, 128)[:, 1:, 16:80], x.view(5, 2, 128).transpose(0, 1)):
+        check(quantize(part.to(device), rules(n), codes=True, bits=1), blocks.quantize(part, n), same, 1)
+
+
+@pytest.mark.parametrize("width", [16, 128, 768, 2048, 2880, 4096])
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil"])
+def test_every_tile(name, width, device, make_values, same):
+    """Every tile size that a launch can choose: a compiler once zeroed half the blocks of one of them."""
+    from tracefp4.kernels.quantize import quantize
+
+    n = get_numerics(name)
+    if width % n.block:
+        pytest.skip("not a multiple of the block")
+    x = make_values(3, width, "wide", 11)
+    assert x.count_nonzero() > 0.99 * x.numel()
+    found = quantize(x.to(device), rules(n), codes=True, packed=True, operand=True, bits=4)
+    check(found, blocks.quantize(x, n), same, 4)
