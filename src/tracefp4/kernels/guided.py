@@ -1,0 +1,193 @@
+"""Guided rounding in one pass, from packed guidance to operands.
+
+A program takes one vector of the trainer. It reads the vector's recorded bits from their planes, takes the rollout's
+block scales (whole, or restored from their low bits with the help of its own), and writes codes, operands or values.
+A vector without guidance is rounded to nearest with scales of its own by the same program, so a mixed batch needs no
+second pass and no merge. Nothing is unpacked to memory and nothing in fp32 is kept: the gradient is straight-through.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tracefp4.kernels.elements import guided, nearest, widen
+from tracefp4.kernels.quantize import ROW_LIMIT, Fused, tile_of, warps_of, write
+from tracefp4.kernels.rules import Rules
+from tracefp4.kernels.scales import (
+    block_amax,
+    block_scale,
+    block_unit,
+    finite,
+    global_forms,
+    global_from_amax,
+    is_nan_bits,
+    normalized,
+)
+
+
+@triton.jit
+def _restored(own, low, SCALE_BITS: tl.constexpr, E8M0: tl.constexpr):
+    """The byte nearest to ``own`` with the recorded low bits; ties to the smaller (int32)."""
+    period: tl.constexpr = 1 << SCALE_BITS
+    largest: tl.constexpr = 254 if E8M0 else 126
+    center = tl.minimum(own, largest)
+    step = ((low - center + period // 2) & (period - 1)) - period // 2
+    byte = center + step
+    return tl.where(byte < 0, byte + period, tl.where(byte > largest, byte - period, byte))
+
+
+@triton.jit
+def _recorded_scales(ptr, row, block, inside, blocks, SCALE_BITS: tl.constexpr):
+    """Recorded scale bytes, whole or their low bits, of a vector's blocks (int32)."""
+    if SCALE_BITS == 8:
+        return tl.load(ptr + row * blocks + block, mask=inside, other=0).to(tl.int32)
+    else:
+        plane = (blocks + 7) // 8
+        value = tl.zeros_like(block)
+        for bit in tl.static_range(SCALE_BITS):
+            byte = tl.load(ptr + (row * SCALE_BITS + bit) * plane + block // 8, mask=inside, other=0).to(tl.int32)
+            value |= ((byte >> (block % 8)) & 1) << bit
+        return value
+
+
+@triton.jit
+def _recorded_bits(
+    ptr, row, block, width, TILE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """Recorded low bits ``(TILE, BLOCK)`` (int32) of a vector's codes, from their planes."""
+    lane = tl.arange(0, BLOCK)
+    byte = block[:, None] * (BLOCK // 8) + lane[None, :] // 8
+    mask = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK))
+    low = tl.zeros((TILE, BLOCK), tl.int32)
+    for bit in tl.static_range(BITS):
+        data = tl.load(ptr + (row * BITS + bit) * (width // 8) + byte, mask=mask, other=0).to(tl.int32)
+        low |= ((data >> (lane[None, :] % 8)) & 1) << bit
+    return low
+
+
+@triton.jit
+def _quantize_guided(
+    x_ptr, planes_ptr, recorded_ptr, global_ptr, rows_ptr, valid_ptr,
+    codes_ptr, scales_ptr, new_global_ptr, operand_ptr, values_ptr,
+    width, x_stride, vectors,
+    TILE: tl.constexpr, ORDERED: tl.constexpr, PARTIAL: tl.constexpr, SCALE_BITS: tl.constexpr, BITS: tl.constexpr,
+    CODES: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr,
+    BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
+    SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
+    QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
+    CONSTANT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = block * BLOCK < width
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = tl.broadcast_to(inside[:, None], (TILE, BLOCK))
+    x = widen(tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0))
+    source = row
+    if ORDERED:
+        source = tl.load(rows_ptr + row)
+    follows = True
+    if PARTIAL:
+        follows = tl.load(valid_ptr + source // vectors) != 0
+
+    amax = block_amax(x)
+    g = 1.0
+    if SCOPE == "token":
+        g = tl.load(global_ptr + source)
+        if PARTIAL:
+            top = tl.max(tl.where(is_nan_bits(amax), 0.0, finite(amax)), axis=0)
+            g = tl.where(follows, g, global_from_amax(top, GLOBAL_RULE, GLOBAL_FORM))
+        tl.store(new_global_ptr + row, g)
+    encode, decode = global_forms(g, SCOPE, GLOBAL_FORM, CONSTANT)
+    scale = _recorded_scales(recorded_ptr, source, block, inside, width // BLOCK, SCALE_BITS)
+    if PARTIAL or SCALE_BITS != 8:
+        own = block_scale(amax, encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
+        if SCALE_BITS != 8:
+            scale = _restored(own, scale, SCALE_BITS, E8M0)
+        if PARTIAL:
+            scale = tl.where(follows, scale, own)
+
+    z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), QUOTIENT)
+    code = guided(z, _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS), BITS)
+    broken = tl.max((z != z).to(tl.int32), axis=1) > 0
+    if PARTIAL:
+        code = tl.where(follows, code, nearest(z, TIES, NEGATIVE_ZERO))
+        broken = broken & follows
+    if not E8M0:
+        code = tl.where((scale == 0)[:, None], 0, code)
+    scale = tl.where(broken, 255 if E8M0 else 127, scale)
+    tl.store(scales_ptr + row * (width // BLOCK) + block, scale.to(tl.uint8), mask=inside)
+    write(
+        code, scale, decode, row, block, width, codes_ptr, codes_ptr, operand_ptr, values_ptr, codes_ptr,
+        TILE, CODES, False, OPERAND, VALUES, 0, BLOCK, E8M0,
+    )  # fmt: skip
+
+
+def fits(x: Tensor, rules: Rules) -> bool:
+    """Whether :func:`quantize_guided` takes ``x (R, D)``."""
+    return x.ndim == 2 and x.numel() > 0 and x.shape[1] <= ROW_LIMIT
+
+
+def quantize_guided(
+    x: Tensor,
+    rules: Rules,
+    planes: Tensor,
+    recorded: Tensor,
+    global_scale: Tensor | None,
+    *,
+    bits: int,
+    scale_bits: int,
+    rows: Tensor | None = None,
+    valid: Tensor | None = None,
+    vectors: int = 1,
+    codes: bool = False,
+    operand: bool = False,
+    values: torch.dtype | None = None,
+) -> Fused:
+    """Round ``x (R, D)`` as the recorded outcomes of ``T`` token rows say, decoder ``bracket``.
+
+    Args:
+        x: bfloat16, float16 or float32.
+        rules: arithmetic choices.
+        planes: uint8 ``(T * vectors, bits * D / 8)``, contiguous.
+        recorded: uint8 ``(T * vectors, n)``: whole scale bytes, or planes of their low bits; contiguous.
+        global_scale: float32 with ``T * vectors`` entries under scope ``token``, else ``None``.
+        bits: recorded bits of each code, 1 to 4.
+        scale_bits: 8, 3 or 2.
+        rows: int64 ``(R,)``: index of each vector of ``x`` among the recorded ones; ``None`` if they are in order.
+        valid: bool ``(T,)``: token rows that have guidance; the others are rounded on their own. ``None``: all have.
+        vectors: vectors of a token row.
+        codes: write whole codes.
+        operand: write exact bfloat16 operands.
+        values: write dequantized values in this dtype.
+
+    Returns:
+        ``scales`` and ``global_scale`` as used, and what was asked for. A block with a NaN has the NaN scale byte.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    count, width = x.shape
+
+    def new(size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(count, size, dtype=dtype, device=x.device)
+
+    out = Fused(
+        scales=new(width // rules.block),
+        global_scale=new(1, torch.float32) if rules.scope == "token" else None,
+        codes=new(width) if codes else None,
+        operand=new(width, torch.bfloat16) if operand else None,
+        values=None if values is None else new(width, values),
+    )
+    tile, none = tile_of(width, rules), out.scales
+    _quantize_guided[(count, triton.cdiv(width // rules.block, tile))](
+        x, planes, recorded, *(none if t is None else t for t in (global_scale, rows, valid, out.codes)), out.scales,
+        *(none if t is None else t for t in (out.global_scale, out.operand, out.values)),
+        width, x.stride(0), vectors,
+        TILE=tile, ORDERED=rows is not None, PARTIAL=valid is not None, SCALE_BITS=scale_bits, BITS=bits,
+        CODES=codes, OPERAND=operand, VALUES=values is not None,
+        **rules.constants(), num_warps=warps_of(tile * rules.block), enable_fp_fusion=False,
+    )  # fmt: skip
+    return out

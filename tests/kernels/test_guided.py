@@ -1,0 +1,94 @@
+"""Guided rounding from packed guidance equals unpacking and the plain code, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tracefp4.formats import blocks
+from tracefp4.formats.fused import rules
+from tracefp4.formats.numerics import get_numerics
+from tracefp4.guidance.codec import pack_bits, pack_scales, unpack_bits
+from tracefp4.quantizers.guided import Outcome, choose, quantize_guided
+
+NAMES = ["nvfp4-te", "nvfp4-pow2", "nvfp4-modelopt", "sglang-kv-nvfp4", "mxfp4-ceil", "sglang-kv-mx"]
+
+
+def recorded(x, n, bits, scale_bits):
+    """Packed outcome of a rollout whose values were slightly different, and the same unpacked."""
+    noisy = (x.float() * (1 + 0.05 * torch.randn(x.shape, generator=torch.Generator().manual_seed(9)))).to(x.dtype)
+    q = blocks.quantize(noisy, n)
+    low = q.codes & ((1 << bits) - 1)
+    scales = q.scales if scale_bits == 8 else q.scales & ((1 << scale_bits) - 1)
+    outcome = Outcome(low, scales, q.global_scale, bits, scale_bits)
+    return pack_bits(q.codes, bits), pack_scales(q.scales, scale_bits), outcome
+
+
+def run(x, n, packed, outcome, device, **options):
+    from tracefp4.kernels import guided
+
+    planes, scales = (t.to(device) for t in packed)
+    g = None if outcome.global_scale is None else outcome.global_scale.to(device)
+    options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    return guided.quantize_guided(
+        x.to(device), rules(n), planes, scales, g, bits=outcome.bits, scale_bits=outcome.scale_bits,
+        codes=True, operand=True, values=torch.bfloat16, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("scale_bits", [8, 3, 2])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_plain_code(name, bits, scale_bits, device, make_values, same):
+    n = get_numerics(name)
+    for kind in ("wide", "edges"):
+        x = make_values(7, 96, kind, seed=bits)
+        *packed, outcome = recorded(x.nan_to_num(0.5, 3.0, -3.0), n, bits, scale_bits)
+        expected = quantize_guided(x, outcome, n)
+        found = run(x, n, packed, outcome, device)
+        assert same(found.codes, expected.codes)
+        assert same(found.scales, expected.scales)
+        assert same(found.operand, expected.operand())
+        assert same(found.values, expected.dequantize(torch.bfloat16))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_every_value_under_every_outcome(bits, device, same):
+    n = replace(get_numerics("sglang-kv-nvfp4"))
+    z = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    z = z[(z.abs() < 8) & (z.float().abs() > 2.0**-20) | (z == 0)]
+    x = torch.nn.functional.pad(z, (0, -z.numel() % 4096)).view(-1, 4096)
+    scales = torch.full((len(x), 256), 0x38, dtype=torch.uint8)  # 1.0
+    for low in range(1 << bits):
+        outcome = Outcome(torch.full(x.shape, low, dtype=torch.uint8), scales, None, bits)
+        found = run(x, n, (pack_bits(outcome.low, bits), scales), outcome, device)
+        assert same(found.codes, choose(x.float().clamp(-6, 6), outcome.low, bits))
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", "sglang-kv-nvfp4"])
+def test_rows_in_another_order_and_rows_without_guidance(name, device, make_values, same):
+    n, vectors = get_numerics(name), 2
+    x = make_values(12, 64, "wide", 4)
+    planes, scales, outcome = recorded(x, n, 1, 8)
+    valid = torch.tensor([True, False, True, True, False, True])
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(2))
+    found = run(x[order], n, (planes, scales), outcome, device, rows=order, valid=valid, vectors=vectors)
+    guided, own = quantize_guided(x, outcome, n), blocks.quantize(x, n)
+    pick = valid.repeat_interleave(vectors)[:, None]
+    assert same(found.codes, torch.where(pick, guided.codes, own.codes)[order])
+    assert same(found.scales, torch.where(pick, guided.scales, own.scales)[order])
+    if own.global_scale is not None:
+        assert same(found.global_scale, torch.where(pick, guided.global_scale, own.global_scale)[order])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("width", [8, 48, 2048, 4104])
+def test_planes(bits, width, device, same):
+    from tracefp4.kernels import planes
+
+    low = torch.randint(0, 256, (2, 3, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    packed = pack_bits(low, bits)
+    assert same(planes.pack(low.to(device), bits), packed)
+    assert same(planes.unpack(packed.to(device), bits, width), unpack_bits(packed, bits, width))
