@@ -1,0 +1,96 @@
+"""Words: FP4 numbers laid out for a GPU without FP4.
+
+A tensor core of the Hopper generation multiplies bfloat16. Whoever stores FP4 there has to widen it in registers, and
+at memory speed there are about four instructions a value to do so. Two layouts make it cheap.
+
+**Codes.** The bits ``s eem`` of a code, put at bits 15 and 8-6 of a 16-bit word, *are* a bfloat16: sign, two low
+exponent bits, top mantissa bit; its value is the code's times ``2^-126``, the subnormal 0.5 included. Four codes fit
+into one word so that each lands there after one shift and one mask, the last after three::
+
+    bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+    code     0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
+    field    s  s  e  s  e  m  s  e  e  m  e  e  m  e  e  m
+
+Word ``i`` (0..15) of a chunk of 64 values holds the values ``i``, ``16 + i``, ``32 + i`` and ``48 + i``. So the code at
+position ``j`` of sixteen neighbouring words is one whole NVFP4 block, in order: it can be multiplied as it is, and
+its block scale is one number.
+
+**Scales.** A code times ``2^-126`` wants its scale times ``2^119`` (the largest power for which 448 does not
+overflow), and a factor ``2^7`` at the end. E4M3 needs two cases for that, normal and subnormal. With one exponent bit
+more and bias 9 (E5M3), all its values are normal, and ``(c << 4) + 0x7680`` is the bfloat16 pattern of ``s 2^119``. E8M0
+scales stay as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tracefp4.errors import FormatError
+from tracefp4.formats import e4m3
+from tracefp4.formats.tables import lookup, on_device
+
+CHUNK = 64
+"""Values of sixteen words."""
+
+ZERO, NAN = 143, 145
+"""Bytes of the scales zero (its codes are zero, any finite scale would do) and NaN."""
+
+
+def to_words(codes: Tensor) -> Tensor:
+    """Arrange codes.
+
+    Args:
+        codes: uint8 ``(..., D)``, ``D`` a multiple of 64.
+
+    Returns:
+        int16 ``(..., D / 4)``.
+
+    Raises:
+        FormatError: wrong dtype or ``D``.
+    """
+    if codes.dtype != torch.uint8 or codes.ndim == 0 or codes.shape[-1] % CHUNK:
+        raise FormatError(
+            f"words take uint8 codes (..., D) with D a multiple of {CHUNK}, got {codes.dtype} {tuple(codes.shape)}."
+        )
+    c = codes.unflatten(-1, (-1, 4, 16)).to(torch.int32)
+    sign, size = (c & 8) << 12, (c & 7) << 6
+    word = (sign | size)[..., 0, :] | ((sign | size)[..., 1, :] >> 3) | ((sign | size)[..., 2, :] >> 6)
+    last = c[..., 3, :]
+    word |= ((last & 8) << 11) | ((last & 4) << 11) | ((last & 3) << 10)
+    return word.to(torch.int16).flatten(-2)
+
+
+def from_words(words: Tensor) -> Tensor:
+    """Inverse of :func:`to_words`: int16 ``(..., D / 4)`` to uint8 codes ``(..., D)``."""
+    w = words.unflatten(-1, (-1, 16)).to(torch.int32)
+    parts = [((w >> (12 - 3 * j)) & 8) | ((w >> (6 - 3 * j)) & 7) for j in range(3)]
+    parts.append(((w >> 11) & 8) | ((w >> 11) & 4) | ((w >> 10) & 3))
+    return torch.stack(parts, dim=-2).to(torch.uint8).flatten(-3)
+
+
+def recode(scales: Tensor) -> Tensor:
+    """E4M3 bytes ``0..127`` as E5M3 bytes, one to one, uint8."""
+    return lookup(on_device(recode_table, scales.device), scales.to(torch.int32))
+
+
+def restore(scales: Tensor) -> Tensor:
+    """Inverse of :func:`recode`."""
+    return lookup(on_device(restore_table, scales.device), scales.to(torch.int32))
+
+
+def recode_table() -> Tensor:
+    """E5M3 byte of every E4M3 byte; bytes of negative scales, which do not exist, map to NaN. ``(256,)``."""
+    mantissa, exponent = torch.frexp(e4m3.decode(torch.arange(127, dtype=torch.uint8)))
+    table = torch.full((256,), NAN, dtype=torch.int64)
+    table[:127] = (exponent.long() + 8) * 8 + (mantissa * 16).long() - 8
+    table[0] = ZERO
+    return table.to(torch.uint8)
+
+
+def restore_table() -> Tensor:
+    """E4M3 byte of every E5M3 byte; unused bytes map to NaN. ``(256,)``."""
+    table = torch.full((256,), e4m3.NAN, dtype=torch.uint8)
+    codes = recode_table()[:128].long()
+    table[codes] = torch.arange(128, dtype=torch.uint8)
+    return table

@@ -1,0 +1,136 @@
+"""Device functions: words of four FP4 codes to bfloat16 operands (:mod:`tracefp4.formats.words` has the layout).
+
+Eleven integer instructions widen eight codes, two words side by side in one register, and one packed multiplication
+applies the scale to two values. Triton has no packed 16-bit integers, so this is inline PTX; the interpreter, which has
+no inline PTX, computes the same bits in int32.
+
+The result of NVFP4 is ``code x scale x 2^-7``, exact in bfloat16; whoever uses it multiplies by ``2^7`` in the end. MXFP4
+is widened by two multiplications, ``2^126`` and the scale, and is the value itself.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tracefp4.kernels.elements import INTERPRETED, narrow, widen
+
+NVFP4_SHIFT = 128.0
+"""What a sum of NVFP4 operands has to be multiplied by."""
+
+_SPREAD = """
+    and.b32 a, $4, 0x81C081C0;
+    shl.b32 b, $4, 3;
+    and.b32 b, b, 0x81C081C0;
+    shl.b32 c, $4, 6;
+    and.b32 c, c, 0x81C081C0;
+    shl.b32 d, $4, 1;
+    and.b32 d, d, 0x80008000;
+    shr.b32 e, $4, 5;
+    lop3.b32 d, e, 0x01000100, d, 0xEA;
+    shr.b32 e, $4, 4;
+    lop3.b32 d, e, 0x00C000C0, d, 0xEA;
+"""
+_SCALE = """
+    mul.rn.bf16x2 $0, a, $5;
+    mul.rn.bf16x2 $1, b, $6;
+    mul.rn.bf16x2 $2, c, $7;
+    mul.rn.bf16x2 $3, d, $8;
+"""
+_TO_TRUE = """
+    mov.b32 e, 0x7E807E80;
+    mul.rn.bf16x2 a, a, e;
+    mul.rn.bf16x2 b, b, e;
+    mul.rn.bf16x2 c, c, e;
+    mul.rn.bf16x2 d, d, e;
+"""
+_NVFP4_PTX = tl.constexpr("{ .reg .b32 a, b, c, d, e;" + _SPREAD + _SCALE + "}")
+_MXFP4_PTX = tl.constexpr("{ .reg .b32 a, b, c, d, e;" + _SPREAD + _TO_TRUE + _SCALE + "}")
+
+
+@triton.jit
+def scale_operand(data, MX: tl.constexpr):
+    """Scale bytes (int32; E5M3, or E8M0 if ``MX``) as bfloat16 factors of raw codes: ``s 2^119``, or ``s``."""
+    if MX:
+        odd = ((data == 0) | (data == 255)).to(tl.int32)
+        bits = (data << 7) | (odd << 6)
+    else:
+        bits = (data << 4) + 0x7680
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _product(bits, scale, MX: tl.constexpr):
+    """Interpreter: bfloat16 pattern (int32) of a raw code times its scale, rounded as the packed product is."""
+    raw = (bits << 16).to(tl.float32, bitcast=True)
+    if MX:
+        raw = raw * (2.0**126)
+    return narrow(raw * widen(scale), tl.bfloat16)
+
+
+@triton.jit
+def operands(word, s0, s1, s2, s3, MX: tl.constexpr):
+    """Four bfloat16 tiles in the shape of ``word`` (int16): its codes ``0..3``, each times its scale operand."""
+    if INTERPRETED:
+        w = word.to(tl.int32) & 0xFFFF
+        last = ((w << 1) & 0x8000) | ((w >> 5) & 0x0100) | ((w >> 4) & 0x00C0)
+        return (
+            _product(w & 0x81C0, s0, MX),
+            _product((w << 3) & 0x81C0, s1, MX),
+            _product((w << 6) & 0x81C0, s2, MX),
+            _product(last, s3, MX),
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _MXFP4_PTX if MX else _NVFP4_PTX,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [word, s0, s1, s2, s3],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def chunk_scales(ptr, mask, MX: tl.constexpr):
+    """Four scale operands (bfloat16) of a chunk of 64 values, in the shape of the pointers ``ptr`` to its first byte.
+
+    MXFP4 has two scale bytes a chunk, each for two groups of sixteen.
+    """
+    if MX:
+        first = scale_operand(tl.load(ptr, mask=mask, other=0).to(tl.int32), MX)
+        second = scale_operand(tl.load(ptr + 1, mask=mask, other=0).to(tl.int32), MX)
+        return first, first, second, second
+    else:
+        both = tl.load(ptr.to(tl.pointer_type(tl.int32)), mask=mask, other=0)
+        return (
+            scale_operand(both & 0xFF, MX),
+            scale_operand((both >> 8) & 0xFF, MX),
+            scale_operand((both >> 16) & 0xFF, MX),
+            scale_operand((both >> 24) & 0xFF, MX),
+        )
+
+
+@triton.jit
+def joined(a, b, c, d, ROWS: tl.constexpr):
+    """Four tiles ``(ROWS, 16)`` as the 64 values of a chunk in order, ``(ROWS, 64)``."""
+    both = tl.join(tl.join(a, b), tl.join(c, d))  # (ROWS, 16, inner, outer), group = 2 outer + inner
+    return tl.reshape(tl.permute(both, (0, 3, 2, 1)), (ROWS, 64))
+
+
+@triton.jit
+def from_code(code, group):
+    """Bits of a word (int32) that hold ``code`` (int32) at position ``group`` (0..3)."""
+    plain = ((code & 8) << 12) | ((code & 7) << 6)
+    last = ((code & 8) << 11) | ((code & 4) << 11) | ((code & 3) << 10)
+    return tl.where(group == 3, last, plain >> (3 * group))
+
+
+@triton.jit
+def recoded(data):
+    """E5M3 byte (int32) of E4M3 scale bytes ``0..127`` (int32)."""
+    # Normal: bias 7 becomes 9. Subnormal 1..7: the leading bit becomes the implied one.
+    leading = tl.where(data >= 4, 2, tl.where(data >= 2, 1, 0))
+    small = (leading << 3) + ((data << (3 - leading)) & 7)
+    code = tl.where(data >= 8, data + 16, small)
+    return tl.where(data == 0, 143, tl.where(data == 127, 145, code))

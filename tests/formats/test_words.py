@@ -1,0 +1,43 @@
+"""The layout for GPUs without FP4 is a bijection, and its patterns are the numbers that it promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tracefp4.errors import FormatError
+from tracefp4.formats import e2m1, e4m3, words
+
+
+def test_words_hold_codes():
+    codes = torch.randint(0, 16, (3, 5, 192), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    packed = words.to_words(codes)
+    assert packed.shape == (3, 5, 48) and packed.dtype == torch.int16
+    assert torch.equal(words.from_words(packed), codes)
+
+
+def test_every_word_is_used():
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(-1, 16)
+    assert torch.equal(words.to_words(words.from_words(every)), every)
+
+
+def test_a_masked_word_is_a_bfloat16():
+    codes = torch.arange(16, dtype=torch.uint8)
+    first = words.to_words(codes.repeat(4)).to(torch.int32) & 0x81C0
+    value = first.to(torch.int16).view(torch.bfloat16).double() * 2.0**126
+    assert torch.equal(value.float(), e2m1.decode(codes))
+
+
+def test_scales_are_recoded_one_to_one():
+    data = torch.arange(128, dtype=torch.uint8)
+    code = words.recode(data)
+    assert code.unique().numel() == 128
+    assert torch.equal(words.restore(code), data)
+    pattern = ((code.to(torch.int32) << 4) + 0x7680).to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(pattern[1:127].double(), e4m3.decode(data[1:127]).double() * 2.0**119)
+    assert pattern[0].isfinite() and pattern[127].isnan()
+
+
+def test_refuses_what_does_not_fit():
+    with pytest.raises(FormatError, match="multiple of 64"):
+        words.to_words(torch.zeros(2, 32, dtype=torch.uint8))
