@@ -28,8 +28,22 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     elif torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU")
     else:
-        with interpreted():
+        with interpreted(), pytest.MonkeyPatch.context() as patch:
+            _let_ranges_have_tensor_bounds(patch)
             yield torch.device("cpu")
+
+
+def _let_ranges_have_tensor_bounds(patch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter calls ``int`` on an array of one element, which NumPy 2.4 refuses."""
+    import triton.runtime.interpreter as interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def _values(rows: int, width: int, kind: str = "normal", seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:

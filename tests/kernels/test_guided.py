@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -38,9 +39,14 @@ def run(x, n, packed, outcome, device, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("scale_bits", [8, 3, 2])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize("name", NAMES)
+def cases():
+    """Each numerics, each number of bits and each of scale bits once by default; all of them with -m slow."""
+    quick = set(zip(NAMES, (1, 2, 3, 4, 1, 2), (8, 3, 2, 8, 3, 2), strict=True))
+    for case in itertools.product(NAMES, (1, 2, 3, 4), (8, 3, 2)):
+        yield pytest.param(*case, marks=[] if case in quick or torch.cuda.is_available() else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name, bits, scale_bits", cases())
 def test_equals_the_plain_code(name, bits, scale_bits, device, make_values, same):
     n = get_numerics(name)
     for kind in ("wide", "edges"):

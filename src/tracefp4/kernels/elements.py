@@ -114,3 +114,12 @@ def widen(value):
         return (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
         return value.to(tl.float32)
+
+
+@triton.jit
+def product(a, b, acc):
+    """``a b + acc``: 16-bit operands, float32 sums. The interpreter would multiply bit patterns of bfloat16."""
+    if INTERPRETED:
+        return tl.dot(widen(a), widen(b), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)

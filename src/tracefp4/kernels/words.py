@@ -92,12 +92,12 @@ def operands(word, s0, s1, s2, s3, MX: tl.constexpr):
 
 
 @triton.jit
-def chunk_scales(ptr, mask, MX: tl.constexpr):
+def chunk_scales(ptr, mask, MX: tl.constexpr, BLOCK: tl.constexpr):
     """Four scale operands (bfloat16) of a chunk of 64 values, in the shape of the pointers ``ptr`` to its first byte.
 
-    MXFP4 has two scale bytes a chunk, each for two groups of sixteen.
+    With blocks of 32 a chunk has two scale bytes, each for two groups of sixteen.
     """
-    if MX:
+    if BLOCK == 32:
         first = scale_operand(tl.load(ptr, mask=mask, other=0).to(tl.int32), MX)
         second = scale_operand(tl.load(ptr + 1, mask=mask, other=0).to(tl.int32), MX)
         return first, first, second, second
@@ -112,10 +112,39 @@ def chunk_scales(ptr, mask, MX: tl.constexpr):
 
 
 @triton.jit
-def joined(a, b, c, d, ROWS: tl.constexpr):
-    """Four tiles ``(ROWS, 16)`` as the 64 values of a chunk in order, ``(ROWS, 64)``."""
+def chunk_operands(word_ptr, scale_ptr, mask, ROWS: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr):
+    """Four bfloat16 tiles ``(ROWS, 16)`` of the chunks at ``word_ptr (ROWS,)`` (int16) and ``scale_ptr (ROWS,)``."""
+    word = tl.load(word_ptr[:, None] + tl.arange(0, 16)[None, :], mask=mask[:, None], other=0)
+    s0, s1, s2, s3 = chunk_scales(scale_ptr, mask, MX, BLOCK)
+    return operands(
+        word,
+        tl.broadcast_to(s0[:, None], (ROWS, 16)),
+        tl.broadcast_to(s1[:, None], (ROWS, 16)),
+        tl.broadcast_to(s2[:, None], (ROWS, 16)),
+        tl.broadcast_to(s3[:, None], (ROWS, 16)),
+        MX,
+    )
+
+
+@triton.jit
+def chunk(word_ptr, scale_ptr, mask, ROWS: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr):
+    """The 64 values of the chunks in order, bfloat16 ``(ROWS, 64)``."""
+    a, b, c, d = chunk_operands(word_ptr, scale_ptr, mask, ROWS, MX, BLOCK)
     both = tl.join(tl.join(a, b), tl.join(c, d))  # (ROWS, 16, inner, outer), group = 2 outer + inner
     return tl.reshape(tl.permute(both, (0, 3, 2, 1)), (ROWS, 64))
+
+
+@triton.jit
+def vectors(
+    word_ptr, scale_ptr, mask, ROWS: tl.constexpr, D: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Whole vectors of ``D`` = 64, 128 or 256 values in order, bfloat16 ``(ROWS, D)``."""
+    if D == 64:
+        return chunk(word_ptr, scale_ptr, mask, ROWS, MX, BLOCK)
+    else:
+        low = vectors(word_ptr, scale_ptr, mask, ROWS, D // 2, MX, BLOCK)
+        high = vectors(word_ptr + D // 8, scale_ptr + D // (2 * BLOCK), mask, ROWS, D // 2, MX, BLOCK)
+        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (ROWS, D))
 
 
 @triton.jit

@@ -1,0 +1,207 @@
+"""Decode attention over a paged pool that stores FP4 words (or bfloat16).
+
+One query token a sequence. A program takes one sequence, one KV head with its group of query heads, and one *split*,
+a fixed number of neighbouring tokens. It reads packed words and scale bytes and widens them in registers; no
+dequantized K or V is ever written. Two products, both with the long axis first, because a tensor core wants 64 rows::
+
+    S   (tokens, group) = K (tokens, D) Q^T        K widened straight into the operand registers, 16 columns at a time
+    O^T (D, group)     += V^T P                    V widened, transposed by way of shared memory
+
+A second kernel adds the splits of a head up in their order. The length of a split does not depend on the batch, and no
+atomic addition is involved, so a sequence's result is the same bits in every batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tracefp4.kernels.elements import narrow, product
+from tracefp4.kernels.words import NVFP4_SHIFT, chunk_operands, vectors
+
+SPLIT = 512
+"""Tokens of a split."""
+_LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """One layer's K and V as kernels read them."""
+
+    codes: Tensor
+    """``(slots, n)``: int16 words, or bfloat16 values if ``scales`` is ``None``; K heads, then V heads."""
+    scales: Tensor | None
+    """uint8 ``(slots, m)``: E5M3 bytes, or E8M0 bytes if ``mx``."""
+    heads: int
+    """KV heads."""
+    width: int
+    """Values of a vector, 64, 128 or 256; the same for K and V."""
+    mx: bool = False
+    block: int = 16
+    page: int = 16
+    """Slots of a page."""
+
+    @property
+    def shift(self) -> float:
+        """Factor that a product with widened values lacks."""
+        return 1.0 if self.mx or self.scales is None else NVFP4_SHIFT
+
+
+@triton.jit
+def _scores(
+    q_ptr, code_ptr, scale_ptr, inside, group, live,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``K Q^T (ROWS, COLUMNS)`` float32 of the vectors at ``code_ptr (ROWS,)``."""
+    s = tl.zeros((ROWS, COLUMNS), tl.float32)
+    lane = tl.arange(0, 16)
+    at = q_ptr + group[None, :] * D
+    for chunk in tl.static_range(D // 64):
+        if FP4:
+            a, b, c, d = chunk_operands(
+                code_ptr + chunk * 16, scale_ptr + chunk * (64 // BLOCK), inside, ROWS, MX, BLOCK
+            )
+            first = at + (chunk * 64 + lane)[:, None]
+            s = product(a, tl.load(first, mask=live[None, :], other=0.0), s)
+            s = product(b, tl.load(first + 16, mask=live[None, :], other=0.0), s)
+            s = product(c, tl.load(first + 32, mask=live[None, :], other=0.0), s)
+            s = product(d, tl.load(first + 48, mask=live[None, :], other=0.0), s)
+        else:
+            column = chunk * 64 + tl.arange(0, 64)
+            k = tl.load(code_ptr[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+            s = product(k, tl.load(at + column[:, None], mask=live[None, :], other=0.0), s)
+    return s
+
+
+@triton.jit
+def _split(
+    q_ptr, codes_ptr, scales_ptr, pages_ptr, lengths_ptr, part_ptr, top_ptr, sum_ptr,
+    pages_stride, code_stride, scale_stride, factor, window, splits,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    SPAN: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b, h = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    length = tl.load(lengths_ptr + b)
+    start = tl.maximum(tl.program_id(1) * SPAN, (length - window) // ROWS * ROWS)
+    stop = tl.minimum((tl.program_id(1) + 1) * SPAN, length)
+    group = tl.arange(0, COLUMNS)
+    live = group < GROUP
+    head = (b * HEADS + h) * GROUP
+    top = tl.full((COLUMNS,), float("-inf"), tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    out = tl.zeros((D, COLUMNS), tl.float32)
+    k_code = h * (D // 4) if FP4 else h * D
+    v_code = (HEADS + h) * (D // 4) if FP4 else (HEADS + h) * D
+    for first in tl.range(start, stop, ROWS):
+        position = first + tl.arange(0, ROWS)
+        inside = (position < stop) & (position >= length - window)
+        page = tl.load(pages_ptr + b * pages_stride + position // PAGE, mask=inside, other=0)
+        slot = page.to(tl.int64) * PAGE + position % PAGE
+        code, scale = codes_ptr + slot * code_stride, scales_ptr + slot * scale_stride
+        s = _scores(
+            q_ptr + head * D, code + k_code, scale + h * (D // BLOCK), inside, group, live,
+            ROWS, COLUMNS, D, FP4, MX, BLOCK,
+        )  # fmt: skip
+        s = tl.where(inside[:, None], s * factor, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, axis=0))
+        p = tl.exp2(s - higher[None, :])
+        keep = tl.exp2(top - higher)
+        total = total * keep + tl.sum(p, axis=0)
+        if FP4:
+            v = vectors(code + v_code, scale + (HEADS + h) * (D // BLOCK), inside, ROWS, D, MX, BLOCK)
+        else:
+            v = tl.load((code + v_code)[:, None] + tl.arange(0, D)[None, :], mask=inside[:, None], other=0.0)
+        out = product(tl.trans(v), narrow(p, tl.bfloat16), out * keep[None, :])
+        top = higher
+    at = (head + group) * splits + tl.program_id(1)
+    tl.store(top_ptr + at, top, mask=live)
+    tl.store(sum_ptr + at, total, mask=live)
+    if start < stop:
+        row = tl.arange(0, D)
+        tl.store(part_ptr + at[None, :] * D + row[:, None], out, mask=tl.broadcast_to(live[None, :], (D, COLUMNS)))
+
+
+@triton.jit
+def _combine(
+    part_ptr, top_ptr, sum_ptr, sinks_ptr, out_ptr, splits, heads, shift,
+    D: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Add the splits of one query head up, in their order."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
+    top, total, out = float("-inf"), 0.0, tl.zeros((D,), tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + row % heads).to(tl.float32) * 1.4426950408889634
+        total = 1.0
+    for split in range(splits):
+        here = tl.load(top_ptr + row * splits + split)
+        if here > float("-inf"):
+            higher = tl.maximum(top, here)
+            keep, add = tl.exp2(top - higher), tl.exp2(here - higher)
+            total = total * keep + tl.load(sum_ptr + row * splits + split) * add
+            out = out * keep + tl.load(part_ptr + (row * splits + split) * D + column) * add
+            top = higher
+    tl.store(out_ptr + row * D + column, narrow(out * shift / total, out_ptr.dtype.element_ty))
+
+
+def fits(q: Tensor, kv: PagedKV) -> bool:
+    """Whether :func:`decode_attention` takes these shapes and dtypes."""
+    return q.dtype is torch.bfloat16 and kv.width in (64, 128, 256) and q.shape[1] // kv.heads <= 64
+
+
+def decode_attention(
+    q: Tensor,
+    kv: PagedKV,
+    pages: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    *,
+    span: int = SPLIT,
+    rows: int | None = None,
+    warps: int = 4,
+    stages: int = 3,
+) -> Tensor:
+    """Attention of one query token of each sequence over its pages.
+
+    Args:
+        q: bfloat16 ``(B, Hq, D)``.
+        kv: the layer's pool.
+        pages: int32 or int64 ``(B, W)`` block tables; entries past a sequence's end are not read.
+        lengths: int32 or int64 ``(B,)``: tokens to attend to, at least 1 and at most ``W * page``.
+        scaling: factor on the logits.
+        window: sliding window in tokens, the current one included; ``None`` for all.
+        sinks: ``(Hq,)`` attention-sink logits, or ``None``.
+        span: tokens of a split; it decides the order of additions.
+        rows: tokens that a program takes at a time.
+        warps: warps of a program.
+        stages: loads in flight.
+
+    Returns:
+        bfloat16 ``(B, Hq, D)``.
+    """
+    batch, heads, width = q.shape
+    q, group = q.contiguous(), heads // kv.heads
+    rows = rows or (64 if width == 256 else 128)
+    splits = triton.cdiv(pages.shape[1] * kv.page, span)
+    part = torch.empty(batch, heads, splits, width, dtype=torch.float32, device=q.device)
+    top, total = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q)
+    fp4 = kv.scales is not None
+    scales = kv.scales if kv.scales is not None else kv.codes
+    _split[(batch * kv.heads, splits)](
+        q, kv.codes, scales, pages, lengths, part, top, total,
+        pages.stride(0), kv.codes.stride(0), scales.stride(0), scaling * _LOG2E * kv.shift, window or 2**30, splits,
+        HEADS=kv.heads, GROUP=group, COLUMNS=max(16, triton.next_power_of_2(group)), D=width, PAGE=kv.page, SPAN=span,
+        ROWS=rows, FP4=fp4, MX=kv.mx, BLOCK=kv.block, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    _combine[(batch * heads,)](
+        part, top, total, top if sinks is None else sinks, out, splits, heads, kv.shift,
+        D=width, SINKS=sinks is not None, num_warps=max(1, width // 64),
+    )  # fmt: skip
+    return out

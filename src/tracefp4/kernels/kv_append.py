@@ -1,0 +1,107 @@
+"""Quantize keys and values and store them in a paged pool, in one pass.
+
+A program takes one vector (one head's K or V of one token), rounds it to nearest under the pool's constant global
+scale, arranges its codes in words and writes words and scale bytes to the token's slot. Optionally it rotates keys
+first (RoPE), with the roundings of the eager code: both products and their sum are rounded to the model's dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tracefp4.kernels.attention_decode import PagedKV
+from tracefp4.kernels.elements import narrow, nearest, widen
+from tracefp4.kernels.rules import Rules
+from tracefp4.kernels.scales import block_amax, block_scale, block_unit, global_forms, normalized
+from tracefp4.kernels.words import from_code, recoded
+
+
+@triton.jit
+def _append(
+    x_ptr, cos_ptr, sin_ptr, slots_ptr, codes_ptr, scales_ptr,
+    token_stride, head_stride, cos_stride, code_stride, scale_stride, first_head,
+    HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, FP4: tl.constexpr,
+    BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
+    SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
+    QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
+    CONSTANT: tl.constexpr,
+):  # fmt: skip
+    token, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    block = tl.arange(0, D // BLOCK)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    source = x_ptr + token * token_stride + head * head_stride
+    raw = tl.load(source + column)
+    if ROPE:
+        half = column < D // 2
+        other = widen(tl.load(source + tl.where(half, column + D // 2, column - D // 2)))
+        turned = tl.where(half, -other, other)
+        cos = widen(tl.load(cos_ptr + token * cos_stride + column))
+        sin = widen(tl.load(sin_ptr + token * cos_stride + column))
+        kind = x_ptr.dtype.element_ty
+        left, right = narrow(widen(raw) * cos, kind), narrow(turned * sin, kind)
+        raw = narrow(widen(left) + widen(right), kind)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if FP4:
+        x = widen(raw)
+        encode, decode = global_forms(1.0, SCOPE, GLOBAL_FORM, CONSTANT)
+        scale = block_scale(block_amax(x), encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
+        z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), QUOTIENT)
+        code = nearest(z, TIES, NEGATIVE_ZERO)
+        if not E8M0:
+            code = tl.where((scale == 0)[:, None], 0, code)
+            scale = recoded(scale)
+        groups = tl.reshape(code, (D // 64, 4, 16))
+        word = tl.sum(from_code(groups, tl.arange(0, 4)[None, :, None]), axis=1)
+        at = tl.arange(0, D // 64)[:, None] * 16 + tl.arange(0, 16)[None, :]
+        tl.store(codes_ptr + slot * code_stride + (first_head + head) * (D // 4) + at, word.to(tl.int16))
+        tl.store(scales_ptr + slot * scale_stride + (first_head + head) * (D // BLOCK) + block, scale.to(tl.uint8))
+    else:
+        tl.store(codes_ptr + slot * code_stride + (first_head + head) * D + column, raw)
+
+
+def append(
+    x: Tensor,
+    kv: PagedKV,
+    rules: Rules,
+    slots: Tensor,
+    first_head: int,
+    rope: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Store ``x (T, heads, D)`` of ``T`` tokens.
+
+    Args:
+        x: bfloat16, float16 or float32, last axis dense; any strides before it.
+        kv: the layer's pool; it stores ``x`` as it is if ``kv.scales`` is ``None``, in the pool's dtype.
+        rules: of the pool, with a constant global scale or none.
+        slots: int64 ``(T,)``, each once.
+        first_head: 0 for keys, ``kv.heads`` for values.
+        rope: ``(cos, sin)``, each ``(T, D)`` in the dtype of ``x``: rotate halves first.
+    """
+    tokens, heads, width = x.shape
+    if not tokens:
+        return
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    cos, sin = rope if rope is not None else (x, x)
+    constants = rules.constants()
+    if kv.scales is None:
+        constants["BLOCK"] = 16
+    _append[(tokens * heads,)](
+        x, cos, sin, slots, kv.codes, kv.codes if kv.scales is None else kv.scales,
+        x.stride(0), x.stride(1), cos.stride(0), kv.codes.stride(0),
+        0 if kv.scales is None else kv.scales.stride(0), first_head,
+        HEADS=heads, D=width, ROPE=rope is not None, FP4=kv.scales is not None, **constants,
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def pool_tensors(slots: int, heads: int, width: int, rules: Rules | None, device: torch.device) -> PagedKV:
+    """Allocate one layer's pool for ``slots`` tokens; ``rules`` ``None`` for bfloat16."""
+    if rules is None:
+        return PagedKV(torch.zeros(slots, 2 * heads * width, dtype=torch.bfloat16, device=device), None, heads, width)
+    codes = torch.zeros(slots, heads * width // 2, dtype=torch.int16, device=device)
+    scales = torch.zeros(slots, 2 * heads * width // rules.block, dtype=torch.uint8, device=device)
+    return PagedKV(codes, scales, heads, width, rules.e8m0, rules.block)

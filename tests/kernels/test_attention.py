@@ -1,0 +1,159 @@
+"""Storing K and V and attending to them: words and scales exactly, attention up to the order of additions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tracefp4.formats import blocks, words
+from tracefp4.formats.fused import rules
+from tracefp4.formats.numerics import get_numerics
+
+GPU = torch.cuda.is_available()
+FORMATS = ["nvfp4-te", "nvfp4-pow2", "mxfp4-ceil", "sglang-kv-mx", None]
+
+
+def numerics_of(name):
+    n = get_numerics(name)
+    return n if n.scope == "none" else replace(n, scope="constant")
+
+
+def filled(name, device, *, tokens, heads, width, seed=0, page=16):
+    """A pool with ``tokens`` random tokens in scattered pages, its block table, and the values it stands for."""
+    from tracefp4.kernels.kv_append import append, pool_tensors
+
+    generator = torch.Generator().manual_seed(seed)
+    pages = -(-tokens // page)
+    table = torch.randperm(pages + 3, generator=generator)[:pages]
+    position = torch.arange(tokens)
+    slots = table[position // page] * page + position % page
+    kv = pool_tensors((pages + 3) * page, heads, width, rules(numerics_of(name)) if name else None, device)
+    kv = replace(kv, page=page)
+    kv.codes.fill_(-7)  # what nobody wrote must not matter
+    if kv.scales is not None:
+        kv.scales.fill_(130)
+    k, v = (torch.randn(heads, tokens, width, generator=generator).to(torch.bfloat16) for _ in range(2))
+    any_rules = rules(numerics_of(name or "mxfp4-ceil"))
+    for x, first in ((k, 0), (v, heads)):
+        append(x.transpose(0, 1).to(device), kv, any_rules, slots.to(device), first)
+    return kv, table, slots, k, v
+
+
+def stands_for(x, name):
+    return x if name is None else blocks.quantize(x, numerics_of(name)).dequantize(torch.bfloat16)
+
+
+def attention(q, k, v, scaling, window=None, sinks=None, before=0):
+    """``(S, Hq, D)`` in float64; query ``i`` stands at position ``before + i``."""
+    group = q.shape[1] // k.shape[0]
+    k, v = k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
+    logits = torch.einsum("shd,htd->hst", q.double(), k) * scaling
+    distance = torch.arange(before, before + q.shape[0])[:, None] - torch.arange(k.shape[1])
+    hidden = (distance < 0) | (distance >= (window or 1 << 30))
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        extra = sinks.double().view(-1, 1, 1).expand(-1, q.shape[0], 1)
+        logits = torch.cat([logits, extra], -1)
+    weights = torch.softmax(logits, -1)[..., : k.shape[1]]
+    return torch.einsum("hst,htd->shd", weights, v)
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_pool_holds_what_the_plain_code_makes(name, width, device, same):
+    kv, _, slots, k, v = filled(name, device, tokens=5, heads=2, width=width)
+    both = torch.cat([k, v]).transpose(0, 1)  # (T, 2 heads, D)
+    stored = kv.codes.cpu()[slots]
+    if name is None:
+        assert same(stored, both.flatten(1))
+        return
+    q = blocks.quantize(both.contiguous(), numerics_of(name))
+    assert same(stored, words.to_words(q.codes).flatten(1))
+    expected = words.recode(q.scales) if numerics_of(name).scale_format == "e4m3" else q.scales
+    assert same(kv.scales.cpu()[slots], expected.flatten(1))
+    others = torch.ones(len(kv.codes), dtype=torch.bool)
+    others[slots] = False
+    assert (kv.codes.cpu()[others] == -7).all() and (kv.scales.cpu()[others] == 130).all()
+
+
+def test_every_scale_byte_is_recoded(device, same):
+    from tracefp4.kernels.kv_append import append, pool_tensors
+
+    n = numerics_of("nvfp4-te")
+    data = torch.arange(127, dtype=torch.uint8)
+    x = torch.zeros(128, 1, 64, dtype=torch.float32)
+    x[:127, 0, ::16] = (6 * data.view(torch.float8_e4m3fn).float())[:, None]
+    kv = pool_tensors(128, 1, 64, rules(n), device)
+    append(x.to(device), kv, rules(n), torch.arange(128, device=device), 0)
+    assert same(kv.scales[:127, 0].cpu(), words.recode(data))
+
+
+def test_rope(device, same):
+    from tracefp4.kernels.kv_append import append, pool_tensors
+
+    n, generator = numerics_of("nvfp4-te"), torch.Generator().manual_seed(1)
+    x = torch.randn(6, 2, 64, generator=generator).bfloat16()
+    angle = torch.rand(6, 32, generator=generator).repeat(1, 2) * 6
+    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
+    turned = torch.cat([-x[..., 32:], x[..., :32]], -1)
+    expected = blocks.quantize(x * cos[:, None] + turned * sin[:, None], n)
+    kv = pool_tensors(6, 2, 64, rules(n), device)
+    slots = torch.arange(6, device=device)
+    append(x.to(device), kv, rules(n), slots, 0, (cos.to(device), sin.to(device)))
+    assert same(kv.codes[:, :32].cpu(), words.to_words(expected.codes).flatten(1))
+
+
+def shapes():
+    """Interpreting takes seconds a case: every format once and every width once by default, all pairs with -m slow."""
+    for width, heads, group in ((64, 1, 4), (128, 1, 8), (256, 2, 3)):
+        for name in FORMATS:
+            quick = width == 64 or (name == "nvfp4-te")
+            yield pytest.param(name, width, heads, group, marks=[] if quick or GPU else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name, width, heads, group", shapes())
+def test_decode_attention(name, width, heads, group, device):
+    from tracefp4.kernels.attention_decode import decode_attention
+
+    kv, table, _, k, v = filled(name, device, tokens=43, heads=heads, width=width)
+    lengths = torch.tensor([43, 1])
+    q = torch.randn(2, heads * group, width, generator=torch.Generator().manual_seed(5)).bfloat16()
+    pages = table.expand(2, -1).contiguous().to(device)
+    options = {"span": 32, "rows": 16} if device.type == "cpu" else {"span": 64}
+    found = decode_attention(q.to(device), kv, pages, lengths.to(device), width**-0.5, **options).cpu()
+    assert found.dtype == torch.bfloat16
+    for i, length in enumerate(lengths.tolist()):
+        expected = attention(
+            q[i : i + 1], stands_for(k, name)[:, :length], stands_for(v, name)[:, :length], width**-0.5, before=length - 1
+        )
+        assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(1, marks=pytest.mark.slow), 21])
+def test_windows_and_sinks(window, device):
+    from tracefp4.kernels.attention_decode import decode_attention
+
+    kv, table, _, k, v = filled("nvfp4-te", device, tokens=43, heads=1, width=64)
+    q = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    sinks = torch.linspace(-2, 2, 8)
+    options = {"span": 32, "rows": 16} if device.type == "cpu" else {"span": 128}
+    found = decode_attention(
+        q.to(device), kv, table[None].to(device), torch.tensor([43], device=device), 0.125, window, sinks.to(device),
+        **options,
+    )  # fmt: skip
+    expected = attention(q, stands_for(k, "nvfp4-te"), stands_for(v, "nvfp4-te"), 0.125, window, sinks, before=42)
+    assert (found.cpu().double() - expected).abs().max() < 0.02
+
+
+def test_a_sequence_does_not_depend_on_its_batch(device):
+    from tracefp4.kernels.attention_decode import decode_attention
+
+    kv, table, _, _, _ = filled("nvfp4-te", device, tokens=40, heads=1, width=64)
+    q = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
+    pages, lengths = table.expand(2, -1).contiguous().to(device), torch.tensor([20, 40], device=device)
+    options = {"span": 32, "rows": 16} if device.type == "cpu" else {"span": 64}
+    together = decode_attention(q, kv, pages, lengths, 0.125, **options)
+    alone = decode_attention(q[1:], kv, pages[1:], lengths[1:], 0.125, **options)
+    assert torch.equal(together[1:], alone)
