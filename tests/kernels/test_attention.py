@@ -113,7 +113,7 @@ def shapes():
             yield pytest.param(name, width, heads, group, marks=[] if quick or GPU else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("name, width, heads, group", shapes())
+@pytest.mark.parametrize("name, width, heads, group", list(shapes()))
 def test_decode_attention(name, width, heads, group, device):
     from tracefp4.kernels.attention_decode import decode_attention
 
@@ -157,3 +157,29 @@ def test_a_sequence_does_not_depend_on_its_batch(device):
     together = decode_attention(q, kv, pages, lengths, 0.125, **options)
     alone = decode_attention(q[1:], kv, pages[1:], lengths[1:], 0.125, **options)
     assert torch.equal(together[1:], alone)
+
+
+@pytest.mark.parametrize(
+    "name, width, queries, window",
+    [
+        ("nvfp4-te", 64, 11, None),
+        ("mxfp4-ceil", 64, 43, 7),
+        (None, 64, 1, None),
+        pytest.param("nvfp4-te", 128, 43, None, marks=[] if GPU else [pytest.mark.slow]),
+        pytest.param("nvfp4-pow2", 256, 20, 16, marks=[] if GPU else [pytest.mark.slow]),
+        pytest.param("sglang-kv-mx", 128, 20, None, marks=[] if GPU else [pytest.mark.slow]),
+    ],
+)
+def test_prefill_attention(name, width, queries, window, device):
+    from tracefp4.kernels.attention_prefill import prefill_attention
+
+    kv, _, slots, k, v = filled(name, device, tokens=43, heads=1, width=width)
+    q = torch.randn(queries, 4, width, generator=torch.Generator().manual_seed(5)).bfloat16()
+    sinks = torch.linspace(-2, 2, 4) if window else None
+    options = {"rows": 32, "columns": 16} if device.type == "cpu" else {}
+    found = prefill_attention(
+        q.to(device), kv, slots.to(device), width**-0.5, window, None if sinks is None else sinks.to(device), **options
+    )
+    before = 43 - queries
+    expected = attention(q, stands_for(k, name), stands_for(v, name), width**-0.5, window, sinks, before)
+    assert (found.cpu().double() - expected).abs().max() < 0.02

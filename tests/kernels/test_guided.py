@@ -46,7 +46,7 @@ def cases():
         yield pytest.param(*case, marks=[] if case in quick or torch.cuda.is_available() else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("name, bits, scale_bits", cases())
+@pytest.mark.parametrize("name, bits, scale_bits", list(cases()))
 def test_equals_the_plain_code(name, bits, scale_bits, device, make_values, same):
     n = get_numerics(name)
     for kind in ("wide", "edges"):

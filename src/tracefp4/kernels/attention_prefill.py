@@ -1,0 +1,121 @@
+"""Prefill attention: many queries of one sequence over its pages of FP4 words (or bfloat16).
+
+A program takes a tile of queries of one KV head: rows are (query, group member), so a token of K and V is widened once
+for all query heads that share it. The running maximum and sum of a row are kept in float32, as in FlashAttention (Dao
+et al. 2022). Causal: query ``i`` stands at position ``context - queries + i``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tracefp4.kernels.attention_decode import PagedKV
+from tracefp4.kernels.elements import narrow, product
+from tracefp4.kernels.words import vectors
+
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _prefill(
+    q_ptr, codes_ptr, scales_ptr, slots_ptr, sinks_ptr, out_ptr,
+    queries, context, q_token_stride, q_head_stride, code_stride, scale_stride, factor, window, shift,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr,
+    FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1)
+    row = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    query, head = row // GROUP, h * GROUP + row % GROUP
+    live = query < queries
+    lane = tl.arange(0, D)
+    q = tl.load(
+        q_ptr + (query.to(tl.int64) * q_token_stride + head * q_head_stride)[:, None] + lane[None, :],
+        mask=live[:, None],
+        other=0.0,
+    )
+    last = context - queries + query  # position of each query
+    first_query = (tl.program_id(0) * QUERIES) // GROUP
+    last_query = tl.minimum((tl.program_id(0) * QUERIES + QUERIES - 1) // GROUP, queries - 1)
+    start = tl.maximum(context - queries + first_query - window + 1, 0) // COLUMNS * COLUMNS
+    stop = context - queries + last_query + 1
+    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        total = tl.full((QUERIES,), 1.0, tl.float32)
+    out = tl.zeros((QUERIES, D), tl.float32)
+    for first in tl.range(start, stop, COLUMNS):
+        position = first + tl.arange(0, COLUMNS)
+        inside = position < stop
+        slot = tl.load(slots_ptr + position, mask=inside, other=0).to(tl.int64)
+        code, scale = codes_ptr + slot * code_stride, scales_ptr + slot * scale_stride
+        if FP4:
+            k = vectors(code + h * (D // 4), scale + h * (D // BLOCK), inside, COLUMNS, D, MX, BLOCK)
+            v_code, v_scale = code + (HEADS + h) * (D // 4), scale + (HEADS + h) * (D // BLOCK)
+            v = vectors(v_code, v_scale, inside, COLUMNS, D, MX, BLOCK)
+        else:
+            k = tl.load((code + h * D)[:, None] + lane[None, :], mask=inside[:, None], other=0.0)
+            v = tl.load((code + (HEADS + h) * D)[:, None] + lane[None, :], mask=inside[:, None], other=0.0)
+        s = product(q, tl.trans(k), tl.zeros((QUERIES, COLUMNS), tl.float32)) * factor
+        distance = last[:, None] - position[None, :]
+        s = tl.where((distance >= 0) & (distance < window), s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, axis=1))
+        # A row may have seen nothing yet: its maximum is still -inf, and -inf - -inf is no number.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p, keep = tl.exp2(s - base[:, None]), tl.exp2(top - base)
+        total = total * keep + tl.sum(p, axis=1)
+        out = product(narrow(p, tl.bfloat16), v, out * keep[:, None])
+        top = higher
+    out = out * (shift / total)[:, None]
+    at = out_ptr + (query.to(tl.int64) * (HEADS * GROUP) + head)[:, None] * D + lane[None, :]
+    tl.store(at, narrow(out, out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+def prefill_attention(
+    q: Tensor,
+    kv: PagedKV,
+    slots: Tensor,
+    scaling: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    *,
+    rows: int = 128,
+    columns: int = 64,
+    warps: int = 8,
+    stages: int = 2,
+) -> Tensor:
+    """Causal attention of the newest tokens of a sequence over all of it.
+
+    Args:
+        q: bfloat16 ``(S, Hq, D)``, last axis dense.
+        kv: the layer's pool.
+        slots: int64 ``(L,)``, slots of all tokens in order; the queries are the last ``S`` of them.
+        scaling: factor on the logits.
+        window: sliding window in tokens, the current one included; ``None`` for all.
+        sinks: ``(Hq,)`` attention-sink logits, or ``None``.
+        rows: queries times group members of a program.
+        columns: tokens that a program takes at a time.
+        warps: warps of a program.
+        stages: loads in flight.
+
+    Returns:
+        bfloat16 ``(S, Hq, D)``.
+    """
+    queries, heads, width = q.shape
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    group = heads // kv.heads
+    scales = kv.codes if kv.scales is None else kv.scales
+    out = torch.empty(queries, heads, width, dtype=q.dtype, device=q.device)
+    _prefill[(triton.cdiv(queries * group, rows), kv.heads)](
+        q, kv.codes, scales, slots, q if sinks is None else sinks, out,
+        queries, slots.numel(), q.stride(0), q.stride(1), kv.codes.stride(0), scales.stride(0),
+        scaling * _LOG2E * kv.shift, window or 2**30, kv.shift,
+        HEADS=kv.heads, GROUP=group, D=width, QUERIES=rows, COLUMNS=columns,
+        FP4=kv.scales is not None, MX=kv.mx, BLOCK=kv.block, SINKS=sinks is not None,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
