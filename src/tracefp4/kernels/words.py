@@ -13,12 +13,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tracefp4.kernels.elements import INTERPRETED, narrow, widen
+from tracefp4.kernels.elements import INTERPRETED, narrow
 
 NVFP4_SHIFT = 128.0
 """What a sum of NVFP4 operands has to be multiplied by."""
 
 _SPREAD = """
+    prmt.b32 p, $5, $5, 0x1010;
+    prmt.b32 q, $7, $7, 0x1010;
+    prmt.b32 r, $5, $5, 0x3232;
+    prmt.b32 s, $7, $7, 0x3232;
     and.b32 a, $4, 0x81C081C0;
     shl.b32 b, $4, 3;
     and.b32 b, b, 0x81C081C0;
@@ -31,12 +35,6 @@ _SPREAD = """
     shr.b32 e, $4, 4;
     lop3.b32 d, e, 0x00C000C0, d, 0xEA;
 """
-_SCALE = """
-    mul.rn.bf16x2 $0, a, $5;
-    mul.rn.bf16x2 $1, b, $6;
-    mul.rn.bf16x2 $2, c, $7;
-    mul.rn.bf16x2 $3, d, $8;
-"""
 _TO_TRUE = """
     mov.b32 e, 0x7E807E80;
     mul.rn.bf16x2 a, a, e;
@@ -44,47 +42,77 @@ _TO_TRUE = """
     mul.rn.bf16x2 c, c, e;
     mul.rn.bf16x2 d, d, e;
 """
-_NVFP4_PTX = tl.constexpr("{ .reg .b32 a, b, c, d, e;" + _SPREAD + _SCALE + "}")
-_MXFP4_PTX = tl.constexpr("{ .reg .b32 a, b, c, d, e;" + _SPREAD + _TO_TRUE + _SCALE + "}")
+_SCALE = """
+    mul.rn.bf16x2 $0, a, p;
+    mul.rn.bf16x2 $1, b, q;
+    mul.rn.bf16x2 $2, c, r;
+    mul.rn.bf16x2 $3, d, s;
+"""
+_REGISTERS = "{ .reg .b32 a, b, c, d, e, p, q, r, s;"
+_NVFP4_PTX = tl.constexpr(_REGISTERS + _SPREAD + _SCALE + "}")
+_MXFP4_PTX = tl.constexpr(_REGISTERS + _SPREAD + _TO_TRUE + _SCALE + "}")
 
 
 @triton.jit
-def scale_operand(data, MX: tl.constexpr):
-    """Scale bytes (int32; E5M3, or E8M0 if ``MX``) as bfloat16 factors of raw codes: ``s 2^119``, or ``s``."""
+def scale_pair(data, MX: tl.constexpr):
+    """Bfloat16 factors of raw codes, in both halves of int32: of the scale bytes at bits 0-7 and 16-23 of ``data``.
+
+    ``s 2^119`` from E5M3 bytes; ``s`` from E8M0 bytes if ``MX``, where byte 0 is a subnormal and 255 a NaN.
+    """
     if MX:
-        odd = ((data == 0) | (data == 255)).to(tl.int32)
-        bits = (data << 7) | (odd << 6)
+        # Bit 8 of the difference is set where the byte plus one is 0 or 1 (mod 256).
+        odd = (0x01000100 - ((data + 0x00010001) & 0x00FE00FE)) & 0x01000100
+        return (data << 7) | (odd >> 2)
     else:
-        bits = (data << 4) + 0x7680
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return (data << 4) + 0x76807680
+
+
+@triton.jit
+def chunk_scales(ptr, mask, MX: tl.constexpr, BLOCK: tl.constexpr):
+    """Scale factors of a chunk of 64 values, in the shape of the pointers ``ptr`` to its first byte.
+
+    Returns:
+        Two int32 tensors of factor pairs: of groups 0 and 2, and of groups 1 and 3. With blocks of 32 a chunk has two
+        scale bytes, each for two groups of sixteen, and the pairs are equal.
+    """
+    if BLOCK == 32:
+        both = tl.load(ptr.to(tl.pointer_type(tl.int16)), mask=mask, other=0).to(tl.int32) & 0xFFFF
+        pair = scale_pair((both & 0xFF) | ((both >> 8) << 16), MX)
+        return pair, pair
+    else:
+        four = tl.load(ptr.to(tl.pointer_type(tl.int32)), mask=mask, other=0)
+        return scale_pair(four & 0x00FF00FF, MX), scale_pair((four >> 8) & 0x00FF00FF, MX)
 
 
 @triton.jit
 def _product(bits, scale, MX: tl.constexpr):
-    """Interpreter: bfloat16 pattern (int32) of a raw code times its scale, rounded as the packed product is."""
+    """Interpreter: bfloat16 pattern (int32) of a raw code times a scale (pattern in the high half of int32)."""
     raw = (bits << 16).to(tl.float32, bitcast=True)
     if MX:
         raw = raw * (2.0**126)
-    return narrow(raw * widen(scale), tl.bfloat16)
+    return narrow(raw * (scale & -65536).to(tl.float32, bitcast=True), tl.bfloat16)
 
 
 @triton.jit
-def operands(word, s0, s1, s2, s3, MX: tl.constexpr):
-    """Four bfloat16 tiles in the shape of ``word`` (int16): its codes ``0..3``, each times its scale operand."""
+def operands(word, even, odd, MX: tl.constexpr):
+    """Four bfloat16 tiles in the shape of ``word`` (int16): its codes ``0..3``, each times its scale factor.
+
+    ``even`` and ``odd`` (int32, same shape) are factor pairs of :func:`chunk_scales`.
+    """
     if INTERPRETED:
         w = word.to(tl.int32) & 0xFFFF
         last = ((w << 1) & 0x8000) | ((w >> 5) & 0x0100) | ((w >> 4) & 0x00C0)
         return (
-            _product(w & 0x81C0, s0, MX),
-            _product((w << 3) & 0x81C0, s1, MX),
-            _product((w << 6) & 0x81C0, s2, MX),
-            _product(last, s3, MX),
+            _product(w & 0x81C0, even << 16, MX),
+            _product((w << 3) & 0x81C0, odd << 16, MX),
+            _product((w << 6) & 0x81C0, even, MX),
+            _product(last, odd, MX),
         )
     else:
         return tl.inline_asm_elementwise(
             _MXFP4_PTX if MX else _NVFP4_PTX,
             "=r,=r,=r,=r,r,r,r,r,r",
-            [word, s0, s1, s2, s3],
+            [word, even, odd],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
@@ -92,38 +120,12 @@ def operands(word, s0, s1, s2, s3, MX: tl.constexpr):
 
 
 @triton.jit
-def chunk_scales(ptr, mask, MX: tl.constexpr, BLOCK: tl.constexpr):
-    """Four scale operands (bfloat16) of a chunk of 64 values, in the shape of the pointers ``ptr`` to its first byte.
-
-    With blocks of 32 a chunk has two scale bytes, each for two groups of sixteen.
-    """
-    if BLOCK == 32:
-        first = scale_operand(tl.load(ptr, mask=mask, other=0).to(tl.int32), MX)
-        second = scale_operand(tl.load(ptr + 1, mask=mask, other=0).to(tl.int32), MX)
-        return first, first, second, second
-    else:
-        both = tl.load(ptr.to(tl.pointer_type(tl.int32)), mask=mask, other=0)
-        return (
-            scale_operand(both & 0xFF, MX),
-            scale_operand((both >> 8) & 0xFF, MX),
-            scale_operand((both >> 16) & 0xFF, MX),
-            scale_operand((both >> 24) & 0xFF, MX),
-        )
-
-
-@triton.jit
 def chunk_operands(word_ptr, scale_ptr, mask, ROWS: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr):
     """Four bfloat16 tiles ``(ROWS, 16)`` of the chunks at ``word_ptr (ROWS,)`` (int16) and ``scale_ptr (ROWS,)``."""
     word = tl.load(word_ptr[:, None] + tl.arange(0, 16)[None, :], mask=mask[:, None], other=0)
-    s0, s1, s2, s3 = chunk_scales(scale_ptr, mask, MX, BLOCK)
-    return operands(
-        word,
-        tl.broadcast_to(s0[:, None], (ROWS, 16)),
-        tl.broadcast_to(s1[:, None], (ROWS, 16)),
-        tl.broadcast_to(s2[:, None], (ROWS, 16)),
-        tl.broadcast_to(s3[:, None], (ROWS, 16)),
-        MX,
-    )
+    even, odd = chunk_scales(scale_ptr, mask, MX, BLOCK)
+    even = tl.broadcast_to(even[:, None], (ROWS, 16))
+    return operands(word, even, tl.broadcast_to(odd[:, None], (ROWS, 16)), MX)
 
 
 @triton.jit
