@@ -1,0 +1,201 @@
+"""Grouped matrix product over the experts that were hit, with FP4 weights widened in registers.
+
+``y[pair] = x[row of the pair] W[expert of the pair]^T``, scaled and rounded once. A tensor core wants 64 rows of its
+first operand, and a decode step gives an expert only a few tokens; so the weight is the first operand and the tokens
+are the columns, 16 at a time instead of 64. The first operand may lie in registers, which is where FP4 weights are
+widened: they never exist anywhere as bfloat16.
+
+Weights are stored in chunks of 64 along the contraction axis, ``(experts, K / 64, N, 16)`` words, so that what a
+program loads in a step is one piece of memory. Plain bfloat16 weights ``(experts, N, K)`` take the same kernel: that is
+the arm against which FP4 is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tracefp4.kernels.elements import narrow, product
+from tracefp4.kernels.routing import Route
+from tracefp4.kernels.words import NVFP4_SHIFT, chunk_scales, operands
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeight:
+    """One projection of all experts of a layer."""
+
+    values: Tensor
+    """int16 ``(E, K / 64, N, 16)`` words, or bfloat16 ``(E, N, K)``."""
+    scales: Tensor | None
+    """uint8 ``(E, K / 64, N, 64 / block)``; ``None`` for bfloat16."""
+    alpha: Tensor | None
+    """float32 ``(E,)``: global decode scale; ``None`` stands for 1."""
+    out: int
+    """Rows of a matrix, ``N``."""
+    inner: int
+    """Columns, ``K``."""
+    mx: bool = False
+    block: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Tile of a launch."""
+
+    columns: int
+    """Weight rows of a program, a power of two."""
+    unroll: int
+    """Chunks of 64 of a step; must divide ``K / 64``."""
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _grouped(
+    x_ptr, x_scale_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, order_ptr, tiles_ptr, out_ptr,
+    N, K, x_stride, blocks,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
+    FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+    PER_TOKEN: tl.constexpr, X_SCALE: tl.constexpr, ALPHA: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    tile, part = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    expert = tl.load(tiles_ptr + tile * 3)
+    first, last = tl.load(tiles_ptr + tile * 3 + 1), tl.load(tiles_ptr + tile * 3 + 2)
+    if first < last:
+        place = first + tl.arange(0, ROWS)
+        live = place < last
+        pair = tl.load(order_ptr + place, mask=live, other=0)
+        row = pair // TOP_K if PER_TOKEN else pair
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        inside = n < N
+        acc = tl.zeros((COLUMNS, ROWS), tl.float32)
+        lane = tl.arange(0, 16)
+        if FP4:
+            base = expert.to(tl.int64) * (K // 64) * N
+            w = w_ptr + (base + n)[:, None] * 16 + lane[None, :]
+            s = s_ptr + (base + n) * (64 // BLOCK)
+            x = x_ptr + row[None, :].to(tl.int64) * x_stride + lane[:, None]
+            for _ in tl.range(0, K // (64 * UNROLL)):
+                for _step in tl.static_range(UNROLL):
+                    word = tl.load(w, mask=inside[:, None], other=0)
+                    even, odd = chunk_scales(s, inside, MX, BLOCK)
+                    even = tl.broadcast_to(even[:, None], (COLUMNS, 16))
+                    a, b, c, d = operands(word, even, tl.broadcast_to(odd[:, None], (COLUMNS, 16)), MX)
+                    acc = product(a, tl.load(x, mask=live[None, :], other=0.0), acc)
+                    acc = product(b, tl.load(x + 16, mask=live[None, :], other=0.0), acc)
+                    acc = product(c, tl.load(x + 32, mask=live[None, :], other=0.0), acc)
+                    acc = product(d, tl.load(x + 48, mask=live[None, :], other=0.0), acc)
+                    w += N * 16
+                    s += N * (64 // BLOCK)
+                    x += 64
+        else:
+            k = tl.arange(0, 64 * UNROLL)
+            w = w_ptr + (expert.to(tl.int64) * N + n)[:, None] * K + k[None, :]
+            x = x_ptr + row[None, :].to(tl.int64) * x_stride + k[:, None]
+            for _ in tl.range(0, K // (64 * UNROLL)):
+                left = tl.load(w, mask=inside[:, None], other=0.0)
+                acc = product(left, tl.load(x, mask=live[None, :], other=0.0), acc)
+                w += 64 * UNROLL
+                x += 64 * UNROLL
+        if FP4 and not MX:
+            acc = acc * SHIFT
+        if X_SCALE and ALPHA:
+            acc = acc * (tl.load(x_scale_ptr + row, mask=live, other=0.0) * tl.load(alpha_ptr + expert))[None, :]
+        elif X_SCALE:
+            acc = acc * tl.load(x_scale_ptr + row, mask=live, other=0.0)[None, :]
+        elif ALPHA:
+            acc = acc * tl.load(alpha_ptr + expert)
+        if BIAS:
+            acc = acc + tl.load(bias_ptr + expert * N + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+        at = out_ptr + pair[None, :].to(tl.int64) * N + n[:, None]
+        tl.store(at, narrow(acc, out_ptr.dtype.element_ty), mask=inside[:, None] & live[None, :])
+
+
+@triton.jit
+def _weighted_sum(rows_ptr, weights_ptr, out_ptr, width, TOP_K: tl.constexpr, TILE: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < width
+    total = tl.zeros((TILE,), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        part = tl.load(rows_ptr + (token * TOP_K + slot) * width + column, mask=mask, other=0.0)
+        total += part.to(tl.float32) * tl.load(weights_ptr + token * TOP_K + slot).to(tl.float32)
+    tl.store(out_ptr + token * width + column, narrow(total, out_ptr.dtype.element_ty), mask=mask)
+
+
+def tile_rows(pairs: int, experts: int) -> int:
+    """Pairs of a tile: about as many as an expert gets if routing is uniform, 16 to 64."""
+    mean = pairs / max(experts, 1)
+    return 16 if mean <= 16 else 32 if mean <= 48 else 64
+
+
+def default_config(weight: ExpertWeight) -> Config:
+    """A tile that is right and, where no other was measured, fast enough."""
+    unroll = 2 if weight.inner % 128 == 0 else 1
+    if weight.scales is None:
+        return Config(columns=128, unroll=1, warps=4, stages=4)
+    return Config(columns=128, unroll=unroll, warps=4, stages=3)
+
+
+def fits(weight: ExpertWeight) -> bool:
+    """Whether the kernel takes a weight of this size."""
+    return weight.inner % 64 == 0
+
+
+def grouped_linear(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: ExpertWeight,
+    route: Route,
+    *,
+    per_token: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    bias: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """Multiply every pair's row with its expert's matrix.
+
+    Args:
+        x: bfloat16 ``(T, K)`` if ``per_token``, else ``(P, K)`` with row ``pair``.
+        x_scale: float32, one a row, or ``None``.
+        weight: the projection.
+        route: which expert computes which pairs.
+        per_token: whether the slots of a token share a row.
+        dtype: of the result.
+        bias: ``(E, N)`` or ``None``.
+        config: tile, or the default.
+
+    Returns:
+        ``(P, N)``, row ``pair``.
+    """
+    chosen = config or default_config(weight)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty(route.order.numel(), weight.out, dtype=dtype, device=x.device)
+    blocks = triton.cdiv(weight.out, chosen.columns)
+    _grouped[(route.tiles.shape[0] * blocks,)](
+        x, x if x_scale is None else x_scale, weight.values,
+        weight.values if weight.scales is None else weight.scales,
+        *(x if t is None else t for t in (weight.alpha, bias)), route.order, route.tiles, out,
+        weight.out, weight.inner, x.stride(0), blocks,
+        TOP_K=route.top_k, ROWS=route.rows, COLUMNS=chosen.columns, UNROLL=chosen.unroll,
+        FP4=weight.scales is not None, MX=weight.mx, BLOCK=weight.block, SHIFT=NVFP4_SHIFT,
+        PER_TOKEN=per_token, X_SCALE=x_scale is not None, ALPHA=weight.alpha is not None, BIAS=bias is not None,
+        num_warps=chosen.warps, num_stages=chosen.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
+    """``sum over slots of weights[t, slot] * rows[t * K + slot]`` in float32 and slot order, rounded once; ``(T, N)``."""
+    tokens, top_k = weights.shape
+    out = torch.empty(tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
+    grid = (tokens, triton.cdiv(rows.shape[1], 1024))
+    _weighted_sum[grid](
+        rows, weights.contiguous(), out, rows.shape[1], TOP_K=top_k, TILE=1024, enable_fp_fusion=False
+    )  # fmt: skip
+    return out

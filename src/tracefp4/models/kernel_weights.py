@@ -1,0 +1,42 @@
+"""Expert weights as the grouped kernel reads them, made from packed weights.
+
+The canonical form of a quantized weight is :class:`~tracefp4.models.packing.PackedWeight`, whose bytes the checksum
+covers. For a GPU without FP4 tensor cores its codes are arranged in words once, when it is synced
+(:mod:`tracefp4.formats.words`); nothing is rounded again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tracefp4.formats import e2m1, words
+from tracefp4.formats.blocks import Quantized
+from tracefp4.models.packing import PackedWeight
+
+if TYPE_CHECKING:
+    from tracefp4.kernels.experts import ExpertWeight
+
+
+def arrange(packed: PackedWeight) -> ExpertWeight | None:
+    """The weight in words, or ``None`` where the kernel cannot take its size (``in`` no multiple of 64)."""
+    from tracefp4.kernels.experts import ExpertWeight
+
+    numerics = packed.numerics
+    experts, out, _ = packed.codes.shape
+    inner = packed.codes.shape[-1] * 2
+    if inner % words.CHUNK:
+        return None
+    # Expert by expert: unpacked codes take twice the memory of packed ones.
+    values = packed.codes.new_empty(experts, inner // 64, out, 32).view(torch.int16)
+    for expert in range(experts):
+        rows = words.to_words(e2m1.unpack(packed.codes[expert]))
+        values[expert] = rows.view(out, -1, 16).transpose(0, 1)
+    mx = numerics.scale_format == "e8m0"
+    scales = packed.scales if mx else words.recode(packed.scales)
+    scales = scales.view(experts, out, inner // 64, -1).transpose(1, 2).contiguous()
+    alpha = Quantized(packed.codes, packed.scales, packed.global_scale, numerics).decode_scale()
+    return ExpertWeight(
+        values, scales, None if alpha is None else alpha.reshape(-1), out, inner, mx, numerics.block
+    )  # fmt: skip

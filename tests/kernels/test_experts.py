@@ -1,0 +1,90 @@
+"""Grouped expert products: the route exactly, products up to the order of fp32 additions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tracefp4.formats.blocks import quantize
+from tracefp4.formats.spec import get_spec
+from tracefp4.models.kernel_weights import arrange
+from tracefp4.models.packing import pack_weight
+
+GPU = torch.cuda.is_available()
+
+
+def ids(tokens, top_k, experts, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+
+
+@pytest.mark.parametrize("tokens, experts, rows", [(1, 8, 16), (5, 3, 16), (40, 6, 16), (150, 5, 32)])
+def test_route(tokens, experts, rows, device, same):
+    from tracefp4.kernels.routing import route
+
+    chosen = ids(tokens, 2, experts)
+    chosen[chosen == 1] = 0  # an expert without tokens, and tokens that name one expert twice
+    found = route(chosen.to(device), experts, rows)
+    flat = chosen.flatten()
+    order = torch.sort(flat, stable=True)[1]
+    assert same(found.order, order.to(torch.int32))
+    covered = []
+    for expert, first, last in found.tiles.tolist():
+        assert last - first <= rows
+        assert (flat[order[first:last]] == expert).all()
+        covered += range(first, last)
+    assert covered == list(range(flat.numel()))
+
+
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4", "nvfp4-w4a16", "bf16"])
+@pytest.mark.parametrize("per_token", [True, False])
+def test_grouped_linear(spec, per_token, device):
+    from tracefp4.kernels.experts import Config, ExpertWeight, grouped_linear
+    from tracefp4.kernels.routing import route
+
+    numerics, generator = get_spec(spec), torch.Generator().manual_seed(1)
+    tokens, top_k, experts, out, inner = 7, 2, 4, 40, 128
+    chosen = ids(tokens, top_k, experts)
+    weight = torch.randn(experts, out, inner, generator=generator).bfloat16()
+    x = torch.randn(tokens if per_token else tokens * top_k, inner, generator=generator).bfloat16()
+    bias = torch.randn(experts, out, generator=generator).bfloat16()
+    values, x_scale = x, None
+    if numerics.activations is not None:
+        q = quantize(x, numerics.activations)
+        values, x_scale = q.operand(), q.decode_scale()
+    if numerics.weights is None:
+        kernel_weight = ExpertWeight(weight.to(device), None, None, out, inner)
+        exact = weight.double()
+    else:
+        packed = pack_weight(weight, numerics.weights)
+        operand = packed.operand()
+        exact = operand.values.double()
+        exact = exact if operand.scale is None else exact * operand.scale.double().view(-1, 1, 1)
+        packed.codes, packed.scales = packed.codes.to(device), packed.scales.to(device)
+        packed.global_scale = None if packed.global_scale is None else packed.global_scale.to(device)
+        kernel_weight = arrange(packed)
+    configs = [Config(columns, unroll, 4, 3) for columns in (64, 128) for unroll in (1, 2)] if GPU else [
+        Config(64, 1, 4, 2)
+    ]  # fmt: skip
+    for config in configs:
+        found = grouped_linear(
+            values.to(device), None if x_scale is None else x_scale.to(device), kernel_weight,
+            route(chosen.to(device), experts, 16), per_token=per_token, bias=bias.to(device), config=config,
+            dtype=torch.float32,
+        ).cpu()  # fmt: skip
+        rows = values.double() if x_scale is None else values.double() * x_scale.double()
+        for pair, expert in enumerate(chosen.flatten().tolist()):
+            row = rows[pair // top_k if per_token else pair]
+            expected = exact[expert] @ row + bias[expert].double()
+            assert (found[pair].double() - expected).abs().max() < 1e-4
+
+
+def test_weighted_sum(device, same):
+    from tracefp4.kernels.experts import weighted_sum
+
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(6, 80, generator=generator).bfloat16()
+    weights = torch.rand(3, 2, generator=generator)
+    expected = rows.view(3, 2, 80).float() * weights[..., None]
+    found = weighted_sum(rows.to(device), weights.to(device))
+    assert same(found, (expected[:, 0] + expected[:, 1]).bfloat16())
