@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from tracefp4.errors import FormatError
+from tracefp4.kernels.runtime import usable
 
 CHUNK = 16
 """Tokens that share a check."""
@@ -70,6 +71,10 @@ def pack_bits(low: Tensor, bits: int) -> Tensor:
             f"bit planes take uint8 values (..., D) with D a multiple of 8, got {low.dtype} {tuple(low.shape)}"
         )
     _check_bits(bits)
+    if usable(low):
+        from tracefp4.kernels import planes as kernel
+
+        return kernel.pack(low, bits)
     words = _view(low, torch.int64)
     planes = [(((words >> b) & _ONES) * _GATHER) >> 56 for b in range(bits)]
     return torch.cat(planes, dim=-1).to(torch.uint8)
@@ -95,6 +100,10 @@ def unpack_bits(planes: Tensor, bits: int, width: int) -> Tensor:
             f"{bits} planes of {width} values are uint8 (..., {bits * width / 8:g}), "
             f"got {planes.dtype} {tuple(planes.shape)}"
         )
+    if usable(planes):
+        from tracefp4.kernels import planes as kernel
+
+        return kernel.unpack(planes, bits, width)
     words = planes.unflatten(-1, (bits, width // 8)).to(torch.int64)
     flags = ((((words * _ONES) & _SPREAD) + _FILL) >> 7) & _ONES
     out = flags[..., 0, :].contiguous()

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from tracefp4.core import KV_KINDS, Site, SiteShape, route_dtype
 from tracefp4.errors import EngineError
-from tracefp4.formats.blocks import Quantized
-from tracefp4.guidance.codec import pack_bits
+from tracefp4.guidance.rounding import Rounding
 from tracefp4.models.layout import ModelLayout
 
 _TICKET = 4
@@ -112,12 +111,16 @@ class Capture:
         """Tickets ``(T,)`` int32 of those who last forwarded tokens in ``slots``."""
         return self._forwarded.index_select(0, slots)
 
-    def write(self, site: Site, q: Quantized, slots: Tensor, tickets: Tensor, pairs: Tensor | None) -> None:
+    def bits_of(self, site: Site) -> int:
+        """Bits of each code that are recorded at ``site``; 0 if the plan leaves it out."""
+        return self.bits if site in self._columns else 0
+
+    def write(self, site: Site, q: Rounding, slots: Tensor, tickets: Tensor, pairs: Tensor | None) -> None:
         """Record an outcome; nothing happens if the plan leaves the site out.
 
         Args:
             site: which.
-            q: codes ``(R, width)`` and their scales; ``R`` is ``T`` tokens, or with ``pairs`` token and slot pairs.
+            q: bit planes and scales of ``R`` vectors: ``T`` tokens, or with ``pairs`` token and slot pairs.
             slots: ``(T,)`` int64 slot of each token.
             tickets: ``(T,)`` int32 ticket of each token.
             pairs: ``(R,)`` int64 ``token * vectors + vector`` of each row; ``None`` if rows are tokens.
@@ -128,7 +131,9 @@ class Capture:
         vectors = column.shape.vectors
         token = None if pairs is None else torch.div(pairs, vectors, rounding_mode="floor")
         ticket = tickets if token is None else tickets[token]
-        parts = [pack_bits(q.codes, self.bits), q.scales]
+        if q.planes is None:
+            raise EngineError(f"site {site} has no bit planes to record")
+        parts = [q.planes, q.scales]
         if column.shape.token_scale:
             if q.global_scale is None:
                 raise EngineError(

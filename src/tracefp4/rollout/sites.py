@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from tracefp4.core import Kind, Site
 from tracefp4.errors import EngineError
 from tracefp4.formats.spec import Spec
+from tracefp4.guidance.rounding import Rounding, round_nearest
 from tracefp4.models.attention import dense_attention
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
@@ -129,10 +130,17 @@ class _Experts:
         numerics = self.owner.spec.for_kind(kind)
         if numerics is None:
             return Operand(x, None)
-        q = quantize_nearest(x, numerics)
-        self.owner.capture.write(Site(self.layer, kind), q, batch.slots, batch.tickets, pairs)
-        residual = self.owner.residual
-        return Operand(compensated(x, q, residual) if residual else q.operand(), q.decode_scale())
+        site, capture, residual = Site(self.layer, kind), self.owner.capture, self.owner.residual
+        bits = capture.bits_of(site)
+        if residual:
+            codes = quantize_nearest(x, numerics)
+            q = Rounding.of(codes, bits, compensated(x, codes, residual))
+        else:
+            q = round_nearest(x, numerics, bits)
+        capture.write(site, q, batch.slots, batch.tickets, pairs)
+        if q.operand is None:
+            raise EngineError(f"site {site} was rounded without an operand")
+        return Operand(q.operand, q.decode_scale())
 
 
 @dataclass(slots=True)

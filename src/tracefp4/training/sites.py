@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.errors import ConfigError
 from tracefp4.formats.blocks import Quantized
+from tracefp4.formats.fused import has_kernel
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import Spec
+from tracefp4.guidance.rounding import Rounding, round_nearest, round_recorded
 from tracefp4.models.attention import dense_attention
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.sites import LayerSites, Operand
@@ -90,6 +92,38 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
             if observer is not None:
                 observer.truth = None
 
+    def operand(self, site: Site, x: Tensor, numerics: Numerics, rows: Tensor | None) -> Operand:
+        """As :meth:`quantize`, for a matrix product: exact operand and global scale."""
+        fused = self._fused(site, x, numerics, rows, None)
+        if fused is not None and fused.operand is not None:
+            return Operand(fused.operand, fused.decode_scale())
+        q = self.quantize(site, x, numerics, rows)
+        return Operand(q.operand(), q.decode_scale())
+
+    def values(self, site: Site, x: Tensor, numerics: Numerics) -> Tensor:
+        """As :meth:`quantize`: dequantized, in the dtype of ``x``."""
+        fused = self._fused(site, x, numerics, None, x.dtype)
+        if fused is not None and fused.values is not None:
+            return fused.values
+        return self.quantize(site, x, numerics).dequantize(x.dtype)
+
+    def _fused(
+        self, site: Site, x: Tensor, numerics: Numerics, rows: Tensor | None, values: torch.dtype | None
+    ) -> Rounding | None:
+        """One pass over ``x`` where there is a kernel for it; an observer wants codes, which it never writes."""
+        if self.observer is not None or not has_kernel(x, numerics):
+            return None
+        guidance = self.guidance
+        recorded = guidance.sites.get(site) if guidance is not None else None
+        if guidance is None or recorded is None:
+            return None if values else round_nearest(x, numerics)
+        if self.decoder != "bracket":
+            return None
+        fused = round_recorded(x, recorded, numerics, rows, None if guidance.complete else guidance.guided, values)
+        if fused is not None and recorded.checks is not None:
+            self.checks.count(fused.scales, recorded, guidance.guided, rows)
+        return fused
+
     def quantize(self, site: Site, x: Tensor, numerics: Numerics, rows: Tensor | None = None) -> Quantized:
         """Quantize the vectors ``x (R * vectors, width)`` of a site, guided where the batch has guidance for it.
 
@@ -150,8 +184,7 @@ class _Experts:
         numerics = self.owner.spec.for_kind(kind)
         if numerics is None:
             return Operand(x.detach(), None)
-        q = self.owner.quantize(Site(self.layer, kind), x.detach(), numerics, rows)
-        return Operand(q.operand(), q.decode_scale())
+        return self.owner.operand(Site(self.layer, kind), x.detach(), numerics, rows)
 
 
 @dataclass(slots=True)
@@ -198,8 +231,8 @@ class _Attention:
         numerics = self.owner.spec.for_kind(kind)
         if numerics is None:
             return x
-        q = self.owner.quantize(Site(self.layer, kind), x.detach().reshape(-1, x.shape[-1]), numerics)
-        return _StraightThrough.apply(x, q.dequantize(x.dtype).view(x.shape))
+        values = self.owner.values(Site(self.layer, kind), x.detach().reshape(-1, x.shape[-1]), numerics)
+        return _StraightThrough.apply(x, values.view(x.shape))
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -1,0 +1,91 @@
+"""A site's rounding in one pass: what a matrix product takes and what guidance keeps, without codes in between.
+
+``formats`` and ``quantizers`` answer with codes, which is what one wants to look at. A running engine wants the exact
+operand and the low bits of the codes as planes; a running trainer wants the operand of a rounding that follows recorded
+planes. Where there is a kernel both are written directly. Elsewhere they are put together from the plain functions,
+which define the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tracefp4.formats.blocks import Quantized
+from tracefp4.formats.fused import has_kernel, rules
+from tracefp4.formats.numerics import Numerics
+from tracefp4.guidance.codec import pack_bits
+from tracefp4.guidance.record import SiteRecord
+from tracefp4.quantizers.nearest import quantize_nearest
+
+
+@dataclass(slots=True)
+class Rounding:
+    """A rounded tensor ``(R, D)``."""
+
+    operand: Tensor | None
+    """bfloat16 ``(R, D)``: ``code x block scale``, exact."""
+    values: Tensor | None
+    """``(R, D)``: dequantized, rounded once."""
+    planes: Tensor | None
+    """uint8 ``(R, bits D / 8)``."""
+    scales: Tensor
+    """uint8 ``(R, D / B)``."""
+    global_scale: Tensor | None
+    """float32 ``(R, 1)`` in primary form."""
+    numerics: Numerics
+
+    @classmethod
+    def of(cls, q: Quantized, bits: int, operand: Tensor) -> Rounding:
+        """What :func:`round_nearest` returns, of codes that were made already and an operand that stands for them."""
+        return cls(operand, None, pack_bits(q.codes, bits) if bits else None, q.scales, q.global_scale, q.numerics)
+
+    def decode_scale(self) -> Tensor | None:
+        """The FP32 global decode scale that multiplies the product; ``None`` stands for 1."""
+        return Quantized(self.scales, self.scales, self.global_scale, self.numerics).decode_scale()
+
+
+def round_nearest(x: Tensor, numerics: Numerics, bits: int = 0) -> Rounding:
+    """Quantize ``x (R, D)`` to nearest, for a product, keeping ``bits`` low bits of each code (0: none)."""
+    if has_kernel(x, numerics):
+        from tracefp4.kernels.quantize import quantize
+
+        out = quantize(x.detach(), rules(numerics), operand=True, bits=bits)
+        return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics)
+    q = quantize_nearest(x, numerics)
+    return Rounding.of(q, bits, q.operand())
+
+
+def round_recorded(
+    x: Tensor,
+    record: SiteRecord,
+    numerics: Numerics,
+    rows: Tensor | None,
+    valid: Tensor | None,
+    values: torch.dtype | None = None,
+) -> Rounding | None:
+    """Round ``x (R, D)`` as recorded outcomes say (decoder ``bracket``), or ``None`` where there is no kernel for it.
+
+    Args:
+        x: the trainer's values.
+        record: the site's outcomes, on the device of ``x``.
+        numerics: the site's numerics.
+        rows: index of each vector of ``x`` among the recorded ones; ``None`` if they are in order.
+        valid: bool, one for each token row: it has guidance. ``None``: all have.
+        values: return dequantized values in this dtype instead of operands.
+    """
+    if x.ndim != 2 or not has_kernel(x, numerics) or (numerics.scope == "token") != (record.global_scale is not None):
+        return None
+    from tracefp4.kernels import guided
+
+    if not guided.fits(x, rules(numerics)):
+        return None
+    out = guided.quantize_guided(
+        x.detach(), rules(numerics), record.planes.flatten(0, 1).contiguous(), record.scales.flatten(0, 1).contiguous(),
+        None if record.global_scale is None else record.global_scale.contiguous(),
+        bits=record.bits, scale_bits=record.scale_bits, rows=rows, valid=valid, vectors=record.shape.vectors,
+        operand=values is None, values=values,
+    )  # fmt: skip
+    return Rounding(out.operand, out.values, None, out.scales, out.global_scale, numerics)

@@ -1,0 +1,69 @@
+"""The public functions give the same bits whether a kernel or the plain code computes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tracefp4.core import Kind, Site, SiteShape
+from tracefp4.formats import blocks
+from tracefp4.formats.numerics import get_numerics
+from tracefp4.guidance.codec import pack_bits, unpack_bits
+from tracefp4.guidance.record import SiteRecord
+from tracefp4.guidance.rounding import round_nearest, round_recorded
+from tracefp4.quantizers.guided import quantize_guided
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-ct", "sglang-kv-nvfp4", "mxfp4-ceil", "mxfp8"])
+def test_quantize(name, device, make_values, same, monkeypatch):
+    n = get_numerics(name)
+    x = make_values(7, 96, "edges", 2)
+    found = blocks.quantize(x.to(device), n)
+    monkeypatch.setenv("TRACEFP4_KERNELS", "reference")
+    expected = blocks.quantize(x, n)
+    assert same(found.codes, expected.codes) and same(found.scales, expected.scales)
+    assert (found.global_scale is None) == (expected.global_scale is None)
+    if expected.global_scale is not None:
+        assert same(found.global_scale, expected.global_scale)
+    planes = pack_bits(found.codes & 15, 2)
+    assert same(unpack_bits(planes, 2, 96), expected.codes & 3)
+
+
+def test_weights(device, make_values, same, monkeypatch):
+    n = replace(get_numerics("nvfp4-te"), scope="tensor")
+    w = make_values(12, 96, "wide").view(3, 4, 96)
+    found = blocks.quantize_weight(w.to(device), n)
+    monkeypatch.setenv("TRACEFP4_KERNELS", "reference")
+    expected = blocks.quantize_weight(w, n)
+    assert same(found.codes, expected.codes) and same(found.global_scale, expected.global_scale)
+
+
+@pytest.mark.parametrize("scale_bits", [8, 3])
+def test_a_rollout_and_a_trainer_that_follows_it(scale_bits, device, make_values, same, monkeypatch):
+    n = get_numerics("nvfp4-te")
+    x = make_values(12, 96, "wide", 4)
+    theirs = round_nearest(x.to(device), n, bits=1)
+    shape = SiteShape(Site(0, Kind.EXPERTS_MID), 2, 96, 16, True)
+    expected = blocks.quantize(x, n)
+    assert same(theirs.operand, expected.operand())
+    assert same(theirs.decode_scale(), expected.decode_scale())
+    record = SiteRecord.pack(
+        shape, expected.codes.view(6, 2, 96), expected.scales.view(6, 2, 6), expected.global_scale.view(6, 2), 1, scale_bits
+    )
+    assert same(theirs.planes, record.planes.flatten(0, 1))
+    mine = (x.float() * 1.02).bfloat16()
+    valid = torch.tensor([True, True, False, True, True, True])
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    for mask in (None, valid):
+        found = round_recorded(
+            mine[order].to(device), record.to(device), n, order.to(device), None if mask is None else mask.to(device)
+        )
+        assert found is not None
+        monkeypatch.setenv("TRACEFP4_KERNELS", "reference")
+        guided, own = quantize_guided(mine, record.outcome(), n), blocks.quantize(mine, n)
+        monkeypatch.delenv("TRACEFP4_KERNELS")
+        pick = torch.ones(12, 1, dtype=torch.bool) if mask is None else mask.repeat_interleave(2)[:, None]
+        assert same(found.operand, torch.where(pick, guided.operand(), own.operand())[order])
+        assert same(found.decode_scale(), torch.where(pick, guided.decode_scale(), own.decode_scale())[order])
