@@ -19,6 +19,10 @@ from tracefp4.kernels.scales import block_amax, block_scale, block_unit, global_
 from tracefp4.kernels.words import from_code, recoded
 
 
+_PLAIN = Rules(16, True, "even", "keep", "floor", 0.0, 0, 0, "divide", "none", "amax", "encode", 1.0)
+"""Any rules: those of a pool that rounds nothing."""
+
+
 @triton.jit
 def _append(
     x_ptr, cos_ptr, sin_ptr, slots_ptr, codes_ptr, scales_ptr,
@@ -65,7 +69,7 @@ def _append(
 def append(
     x: Tensor,
     kv: PagedKV,
-    rules: Rules,
+    rules: Rules | None,
     slots: Tensor,
     first_head: int,
     rope: tuple[Tensor, Tensor] | None = None,
@@ -75,7 +79,7 @@ def append(
     Args:
         x: bfloat16, float16 or float32, last axis dense; any strides before it.
         kv: the layer's pool; it stores ``x`` as it is if ``kv.scales`` is ``None``, in the pool's dtype.
-        rules: of the pool, with a constant global scale or none.
+        rules: of the pool, with a constant global scale or none; ``None`` if it stores plain values.
         slots: int64 ``(T,)``, each once.
         first_head: 0 for keys, ``kv.heads`` for values.
         rope: ``(cos, sin)``, each ``(T, D)`` in the dtype of ``x``: rotate halves first.
@@ -86,9 +90,7 @@ def append(
     if x.stride(2) != 1:
         x = x.contiguous()
     cos, sin = rope if rope is not None else (x, x)
-    constants = rules.constants()
-    if kv.scales is None:
-        constants["BLOCK"] = 16
+    constants = (rules or _PLAIN).constants()
     _append[(tokens * heads,)](
         x, cos, sin, slots, kv.codes, kv.codes if kv.scales is None else kv.scales,
         x.stride(0), x.stride(1), cos.stride(0), kv.codes.stride(0),

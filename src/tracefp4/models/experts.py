@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import ModelError
+from tracefp4.kernels.runtime import usable
 from tracefp4.models import opaque
 from tracefp4.models.dispatch import Dispatch, Strategy, choose_strategy, dispatch
 from tracefp4.models.linear import expert_linear
@@ -94,6 +95,9 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     if getattr(module, "_is_expert_parallel", False):
         raise ModelError("expert parallelism is not supported")
     refuse_autocast(hidden_states)
+    weights = _kernel_weights(module, site, hidden_states)
+    if weights is not None:
+        return _by_kernel(module, site, hidden_states, top_k_index, top_k_weights, weights)
     plan = _plan(module, site, hidden_states, top_k_index)
     transposed = bool(getattr(module, "is_transposed", False))
     up_bias, down_bias = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
@@ -106,6 +110,33 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     down, h_op = site.down(module), site.middle(h, plan.pairs)
     out = expert_linear(h, module.down_proj, h_op, down, down_bias, plan, per_token=False, transposed=transposed)
     return _Combine.apply(out, top_k_weights, plan)
+
+
+def _kernel_weights(module: Any, site: Any, x: Tensor) -> Any:
+    """Weights for the grouped kernel, if the site has them and nobody wants a gradient."""
+    find = getattr(site, "by_kernel", None)
+    if find is None or x.dtype is not torch.bfloat16 or not usable(x) or torch.is_grad_enabled():
+        return None
+    return find(module)
+
+
+def _by_kernel(module: Any, site: ExpertsSite, x: Tensor, index: Tensor, gates: Tensor, weights: Any) -> Tensor:
+    """The same layer by the grouped kernel: pairs stay in the order token, slot, and nothing waits for the host."""
+    from tracefp4.kernels.experts import grouped_linear, tile_rows, weighted_sum
+    from tracefp4.kernels.routing import route
+
+    (up, down), bias = weights, module.has_bias
+    pairs = route(index, module.num_experts, tile_rows(index.numel(), module.num_experts))
+    x_op = site.enter(x)
+    gate_up = grouped_linear(
+        x_op.values, x_op.scale, up, pairs, per_token=True, bias=module.gate_up_proj_bias if bias else None
+    )
+    h = module._apply_gate(gate_up)
+    h_op = site.middle(h, torch.arange(index.numel(), device=x.device))
+    out = grouped_linear(
+        h_op.values, h_op.scale, down, pairs, per_token=False, bias=module.down_proj_bias if bias else None
+    )
+    return weighted_sum(out, gates)
 
 
 def _plan(module: Any, site: ExpertsSite, x: Tensor, index: Tensor) -> Dispatch:

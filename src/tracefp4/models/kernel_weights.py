@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from tracefp4.formats import e2m1, words
 from tracefp4.formats.blocks import Quantized
@@ -40,3 +41,24 @@ def arrange(packed: PackedWeight) -> ExpertWeight | None:
     return ExpertWeight(
         values, scales, None if alpha is None else alpha.reshape(-1), out, inner, mx, numerics.block
     )  # fmt: skip
+
+
+def put_arranged(weights: dict[tuple[int, str], ExpertWeight], key: tuple[int, str], packed: PackedWeight) -> None:
+    """Arrange ``packed`` and keep it under ``key``, in the memory of its predecessor: captured graphs read there."""
+    fresh, known = arrange(packed), weights.get(key)
+    if fresh is None:
+        return
+    if known is None:
+        weights[key] = fresh
+        return
+    for old, new in ((known.values, fresh.values), (known.scales, fresh.scales), (known.alpha, fresh.alpha)):
+        if old is not None and new is not None:
+            old.copy_(new)
+
+
+def put_plain(weights: dict[tuple[int, str], ExpertWeight], key: tuple[int, str], weight: Tensor) -> None:
+    """Let the kernel read an unquantized bfloat16 weight ``(E, out, in)`` where it lies."""
+    from tracefp4.kernels.experts import ExpertWeight
+
+    if weight.is_contiguous() and weight.shape[2] % words.CHUNK == 0:
+        weights[key] = ExpertWeight(weight, None, None, weight.shape[1], weight.shape[2])

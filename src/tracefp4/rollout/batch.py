@@ -46,6 +46,9 @@ class DecodeBatch:
     """``(B, L)`` int64: slots of positions ``0..L-1``; beyond the sequence's end any slot that may be read."""
     lengths: Tensor
     """``(B,)`` int64: tokens to attend to, the current one included."""
+    pages: Tensor
+    """``(B, W)`` int64 block tables, what ``context`` was made of."""
+    page_size: int
 
 
 Batch = PrefillBatch | DecodeBatch

@@ -10,7 +10,8 @@ up the whole memory management::
 
 What a slot stores is what an FP4 cache stores: packed codes, two a byte, and a scale byte for each block. Attention
 reads nothing else, not even for the token that was written a moment ago. With ``spec.kv is None`` a slot stores the
-values in the model's dtype.
+values in the model's dtype. Where attention is a kernel that reads the pool by itself (:attr:`KVPool.for_kernels`), codes
+and scales are arranged for it (:mod:`tracefp4.formats.words`); what :meth:`KVPool.stored` returns is the same.
 
 One page more than the engine may use is kept for *padding*: rows that fill up a batch write and read there.
 """
@@ -19,19 +20,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tracefp4.core import Kind
 from tracefp4.errors import EngineError
-from tracefp4.formats import e2m1
+from tracefp4.formats import e2m1, words
 from tracefp4.formats.blocks import Quantized, decode_scales
+from tracefp4.formats.fused import rules
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import Spec
 from tracefp4.formats.tables import on_device
+from tracefp4.kernels.runtime import usable
 from tracefp4.models.layout import ModelLayout
 from tracefp4.quantizers.nearest import quantize_nearest
+
+if TYPE_CHECKING:
+    from tracefp4.kernels.attention_decode import PagedKV
 
 
 class PageAllocator:
@@ -135,6 +142,8 @@ class KVPool:
                 f"the KV pool stores FP4 codes under a constant global scale; {spec.kv.name!r} has {spec.kv.element} "
                 f"elements and a global scale of scope {spec.kv.scope!r}"
             )
+        self.for_kernels = self._takes_kernels(dtype, device)
+        """Stored for the attention kernels: codes in words, scales recoded."""
         self._columns: dict[Kind, slice] = {}
         """Values of each kind in a row."""
         width = 0
@@ -148,7 +157,38 @@ class KVPool:
         if n is None:
             return _Plane(torch.zeros(slots, width, dtype=self.dtype, device=device), None)
         codes = torch.zeros(slots, width // 2, dtype=torch.uint8, device=device)
+        if self.for_kernels:
+            codes = codes.view(torch.int16)
         return _Plane(codes, torch.zeros(slots, width // n.block, dtype=torch.uint8, device=device))
+
+    def _takes_kernels(self, dtype: torch.dtype, device: torch.device) -> bool:
+        k, v = self.sizes.get(Kind.K), self.sizes.get(Kind.V)
+        if dtype is not torch.bfloat16 or not usable(torch.empty(0, device=device)):
+            return False
+        return Kind.LATENT not in self.sizes and k is not None and k == v and k[1] in (64, 128, 256)
+
+    def paged(self, layer: int, page_size: int) -> PagedKV | None:
+        """What attention kernels read of a layer, or ``None`` if the pool is not stored for them."""
+        if not self.for_kernels:
+            return None
+        from tracefp4.kernels.attention_decode import PagedKV
+
+        plane, (heads, width), n = self._planes[layer], self.sizes[Kind.K], self.numerics
+        if n is None:
+            return PagedKV(plane.codes, None, heads, width, page=page_size)
+        return PagedKV(plane.codes, plane.scales, heads, width, n.scale_format == "e8m0", n.block, page_size)
+
+    def _append(self, layer: int, slots: Tensor, parts: Mapping[Kind, Tensor]) -> bool:
+        """Quantize and store by kernel; whether there is one."""
+        kv = self.paged(layer, 1)
+        if kv is None:
+            return False
+        from tracefp4.kernels.kv_append import append
+
+        made = None if self.numerics is None else rules(self.numerics)
+        for kind, x in parts.items():
+            append(x.to(self.dtype), kv, made, slots, 0 if kind == Kind.K else kv.heads)
+        return True
 
     @property
     def nbytes(self) -> int:
@@ -164,8 +204,11 @@ class KVPool:
             parts: ``(T, vectors, width)`` by kind, kinds that follow one another in :attr:`sizes`.
 
         Returns:
-            What was stored, the parts side by side ``(T, values)``; ``None`` if the pool is not quantized.
+            What was stored, the parts side by side ``(T, values)``; ``None`` if the pool is not quantized, or a kernel
+            stored it.
         """
+        if self._append(layer, slots, parts):
+            return None
         plane, kinds = self._planes[layer], [kind for kind in self.sizes if kind in parts]
         rows = torch.cat([parts[kind].flatten(1) for kind in kinds], dim=1).to(self.dtype)
         start, stop = self._columns[kinds[0]].start, self._columns[kinds[-1]].stop
@@ -182,7 +225,9 @@ class KVPool:
         plane, flat = self._planes[layer], slots.reshape(-1)
         rows = plane.codes.index_select(0, flat)
         if plane.scales is not None and self.numerics is not None:
-            rows = dequantize_packed(rows, plane.scales.index_select(0, flat), self.numerics, self.dtype)
+            scales = plane.scales.index_select(0, flat)
+            rows, scales = self._plain(rows, scales)
+            rows = dequantize_packed(rows, scales, self.numerics, self.dtype)
         return {
             kind: rows[:, self._columns[kind]].view(*slots.shape, vectors, width)
             for kind, (vectors, width) in self.sizes.items()
@@ -197,10 +242,18 @@ class KVPool:
         plane, columns, vectors = self._planes[layer], self._columns[kind], self.sizes[kind][0]
         if plane.scales is None or self.numerics is None:
             raise EngineError(f"layer {layer} stores {kind} in {self.dtype}: there are no codes to read")
-        block = self.numerics.block
-        codes = plane.codes[:, columns.start // 2 : columns.stop // 2].index_select(0, slots)
+        block, size = self.numerics.block, 4 if self.for_kernels else 2
+        codes = plane.codes[:, columns.start // size : columns.stop // size].index_select(0, slots)
         scales = plane.scales[:, columns.start // block : columns.stop // block].index_select(0, slots)
+        codes, scales = self._plain(codes, scales)
         return codes.unflatten(1, (vectors, -1)), scales.unflatten(1, (vectors, -1))
+
+    def _plain(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Packed codes and scale bytes of stored rows, whatever their arrangement."""
+        if not self.for_kernels or self.numerics is None:
+            return codes, scales
+        plain = words.restore(scales) if self.numerics.scale_format == "e4m3" else scales
+        return e2m1.pack(words.from_words(codes)), plain
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy all layers of slots ``source (n,)`` to slots ``target (n,)``; the two must not overlap."""

@@ -75,7 +75,9 @@ class Runner:
         self.graph_steps = 0
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs:
-            self.graphs = DecodeGraphs(self.decode_step, self.inputs, layout.num_experts, max_batch)
+            # Experts by kernel need nothing of the host, so the size of a captured batch has no limit.
+            experts = 0 if sites.experts_by_kernel else layout.num_experts
+            self.graphs = DecodeGraphs(self.decode_step, self.inputs, experts, max_batch)
 
     # -- Prefill
 
@@ -189,7 +191,7 @@ class Runner:
         positions = inputs.positions
         context = (inputs.pages.unsqueeze(-1) * size + torch.arange(size, device=self.device)).flatten(1)
         slots = context.gather(1, positions.unsqueeze(1)).squeeze(1)
-        batch = DecodeBatch(slots, inputs.tickets, context, positions + 1)
+        batch = DecodeBatch(slots, inputs.tickets, context, positions + 1, inputs.pages, size)
         rows = inputs.state_rows if self.states.needed else None
         hidden = self._forward(inputs.tokens.unsqueeze(1), positions.unsqueeze(1), batch, rows, rows)
         self.sites.check_calls()

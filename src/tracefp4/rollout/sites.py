@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,9 @@ from tracefp4.rollout.batch import Batch, DecodeBatch, PrefillBatch, Segment
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.pool import KVPool
 
+if TYPE_CHECKING:
+    from tracefp4.kernels.experts import ExpertWeight
+
 
 class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
     """All site objects of the engine.
@@ -53,6 +57,8 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
         self.batch: Batch | None = None
         self.weight_scales: dict[tuple[int, str], Tensor | None] = {}
         """FP32 scale ``(E,)`` of each quantized weight, by layer and projection; written at sync, in place."""
+        self.kernel_weights: dict[tuple[int, str], ExpertWeight] = {}
+        """Quantized weights arranged for the grouped kernel, where it takes them; written at sync, in place."""
         self.operands = OperandCache()
         self._calls: Counter[str] = Counter()
         super().__init__(
@@ -60,6 +66,12 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
             routers={layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)},
             attention={layer: _Attention(self, layer) for layer in layout.kv_layers},
         )
+
+    @property
+    def experts_by_kernel(self) -> bool:
+        """Whether every projection of every layer is computed by the grouped kernel."""
+        expected = 2 * len(self.layout.moe_layers)
+        return expected > 0 and len(self.kernel_weights) == expected
 
     def here(self, what: str) -> Batch:
         """Count a call and return the batch in flight.
@@ -102,6 +114,12 @@ class _Experts:
 
     def down(self, module: nn.Module) -> Operand:
         return self._weight(module, "down_proj")
+
+    def by_kernel(self, module: nn.Module) -> tuple[ExpertWeight, ExpertWeight] | None:
+        """Both projections for the grouped kernel, if it takes them."""
+        up = self.owner.kernel_weights.get((self.layer, "gate_up_proj"))
+        down = self.owner.kernel_weights.get((self.layer, "down_proj"))
+        return None if up is None or down is None else (up, down)
 
     def enter(self, x: Tensor) -> Operand:
         batch = self.owner.here(f"{self.layer}.enter")
@@ -186,6 +204,12 @@ class _Attention:
     def _prefill(
         self, module: nn.Module, q: Tensor, segment: Segment, scaling: float, window: int | None, sinks: Tensor | None
     ) -> Tensor:
+        kv = self.owner.pool.paged(self.layer, 1)
+        if kv is not None and q.dtype is torch.bfloat16:
+            from tracefp4.kernels.attention_prefill import prefill_attention
+
+            part = q[0, :, segment.start : segment.stop].transpose(0, 1)
+            return prefill_attention(part, kv, segment.context, scaling, window, sinks).unsqueeze(0)
         context = segment.context
         if window is not None:
             # The first query of the piece sees this far back, the others less.
@@ -197,6 +221,13 @@ class _Attention:
     def _decode(
         self, module: nn.Module, q: Tensor, batch: DecodeBatch, scaling: float, window: int | None, sinks: Tensor | None
     ) -> Tensor:
+        kv = self.owner.pool.paged(self.layer, batch.page_size)
+        if kv is not None:
+            from tracefp4.kernels.attention_decode import decode_attention, fits
+
+            if fits(q[:, :, 0], kv):
+                out = decode_attention(q[:, :, 0], kv, batch.pages, batch.lengths, scaling, window, sinks)
+                return out.unsqueeze(1)
         context, last = batch.context, batch.lengths.unsqueeze(1) - 1
         positions = torch.arange(context.shape[1], device=context.device).unsqueeze(0)
         if window is not None and window < context.shape[1]:

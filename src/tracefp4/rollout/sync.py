@@ -14,14 +14,23 @@ Nothing here is atomic: a sync that fails half-way leaves a mixture behind, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import SyncError, suggest
 from tracefp4.formats.numerics import Numerics
+from tracefp4.kernels.runtime import usable
+from tracefp4.models.kernel_weights import put_arranged, put_plain
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.packing import PackedWeight, digest, expert_weights, pack_weight
+
+if TYPE_CHECKING:
+    from tracefp4.kernels.experts import ExpertWeight
+
+KernelWeights = dict[tuple[int, str], "ExpertWeight"]
+"""Arranged weights by layer and projection."""
 
 WeightScales = dict[tuple[int, str], Tensor | None]
 """FP32 scale ``(E,)`` by layer and projection."""
@@ -35,10 +44,18 @@ class WeightSync:
         layout: where its experts are.
         numerics: of expert weights; ``None`` leaves them as they are.
         scales: where the global scales of quantized weights go, shared with the site objects.
+        kernel_weights: where weights arranged for the grouped kernel go, likewise; ``None`` if nobody wants them.
     """
 
-    def __init__(self, model: nn.Module, layout: ModelLayout, numerics: Numerics | None, scales: WeightScales) -> None:
-        self.numerics, self._scales = numerics, scales
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: ModelLayout,
+        numerics: Numerics | None,
+        scales: WeightScales,
+        kernel_weights: KernelWeights | None = None,
+    ) -> None:
+        self.numerics, self._scales, self._kernel_weights = numerics, scales, kernel_weights
         self._parameters = dict(model.named_parameters())
         self._others = _optional(model, self._parameters)
         self._experts: dict[str, tuple[int, str, bool]] = {}
@@ -47,6 +64,8 @@ class WeightSync:
             for name, _, transposed in expert_weights(model, layout):
                 path, _, projection = name.rpartition(".")
                 self._experts[name] = (layers[path], projection, transposed)
+        elif kernel_weights is not None:
+            _plain_kernel_weights(model, layout, kernel_weights)
         self._packed: dict[str, PackedWeight] = {}
         for name in self._experts:
             self._put(name, self._parameters[name])
@@ -120,6 +139,8 @@ class WeightSync:
         layer, projection, transposed = self._experts[name]
         target = self._parameters[name]
         self._packed[name] = packed
+        if self._kernel_weights is not None and usable(target) and target.dtype is torch.bfloat16:
+            put_arranged(self._kernel_weights, (layer, projection), packed)
         operand = packed.operand()
         values = target.detach().transpose(1, 2) if transposed else target.detach()
         values.copy_(operand.values)
@@ -164,3 +185,12 @@ def _optional(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, T
     kept = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in kept}
     return {name: tensor for name, tensor in (names | buffers).items() if name not in parameters}
+
+
+def _plain_kernel_weights(model: nn.Module, layout: ModelLayout, kernel_weights: KernelWeights) -> None:
+    """The grouped kernel reads unquantized parameters where they lie."""
+    layers = {path: layer for layer, path in layout.experts.items()}
+    for name, weight, transposed in expert_weights(model, layout):
+        path, _, projection = name.rpartition(".")
+        if usable(weight) and weight.dtype is torch.bfloat16 and not transposed:
+            put_plain(kernel_weights, (layers[path], projection), weight.detach())
