@@ -50,6 +50,7 @@ COMMANDS: dict[str, Entry] = {
     "eval": Entry("tracefp4.cli.eval", "Estimate pass@k of a policy as it is deployed."),
     "quantize": Entry("tracefp4.cli.quantize", "Quantize the weights of a finished policy."),
     "report": Entry("tracefp4.cli.report", "Write the page of one run, or of several side by side."),
+    "bench": Entry("tracefp4.cli.bench", "Time kernels and engine against the bound from bytes."),
     "doctor": Entry("tracefp4.cli.doctor", "Check this machine and what it can run."),
 }
 """Every command, in the order in which ``--help`` lists them."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tracefp4.errors import EngineError
 from tracefp4.models.dispatch import DENSE_ROWS
 from tracefp4.rollout.inputs import DecodeInputs, DecodeRow
 
@@ -78,6 +79,17 @@ class DecodeGraphs:
         captured = self._captured[key]
         captured.graph.replay()
         return tuple(part[: len(rows)] for part in captured.result)
+
+    def captured(self, rows: int, width: int, truncate: bool) -> torch.cuda.CUDAGraph:
+        """The graph that :meth:`run` replays for these sizes.
+
+        Raises:
+            EngineError: it was not captured yet.
+        """
+        key = (self.padded(rows), self._padded_width(width), truncate)
+        if key not in self._captured:
+            raise EngineError(f"no decode step of {key[0]} rows and {key[1]} pages was captured; run one first")
+        return self._captured[key].graph
 
     def _padded_width(self, width: int) -> int:
         """Widths grow by powers of two, to keep graphs few."""

@@ -1,0 +1,180 @@
+"""How long things take, beside the time that their bytes alone would take.
+
+Every figure of ``tracefp4 bench`` is the median of many runs, and stands beside a *bound*: the bytes that have to move,
+divided by the copy bandwidth of this very device, measured in the same run. A ratio compares with the bfloat16 arm of
+the same case. On CUDA a case is captured in a CUDA graph, so that launches from Python are not timed, and walks over
+several sets of buffers, so that none is found in the cache. What fails is listed with its error and does not end the
+run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from tracefp4.errors import ConfigError, TraceError
+
+Work = Callable[[], object]
+
+
+@dataclass(slots=True)
+class Row:
+    """One measurement."""
+
+    name: str
+    arm: str
+    """``bf16``, ``fp4`` with its format, or the name of a peer."""
+    value: float
+    unit: str
+    bound: float | None = None
+    """In the same unit, from bytes."""
+    ratio_to_bf16: float | None = None
+    """Above 1: faster than the bfloat16 arm of the same name."""
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Bench:
+    """Measurements of one run on one device."""
+
+    device: torch.device
+    repeats: int = 20
+    rows: list[Row] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    _bandwidth: float | None = None
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second of a large copy, reads and writes counted."""
+        if self._bandwidth is None:
+            size = 1 << (30 if self.device.type == "cuda" else 24)
+            source = torch.ones(size, dtype=torch.uint8, device=self.device)
+            target = torch.empty_like(source)
+            self._bandwidth = 2 * size / self.time([lambda: target.copy_(source)])
+        return self._bandwidth
+
+    def time(self, works: Sequence[Work]) -> float:
+        """Median seconds of one of ``works``, which do the same on different buffers."""
+        if self.device.type == "cuda":
+            return _cuda_time(works, self.repeats)
+        for work in works:
+            work()
+        samples = []
+        for _ in range(min(self.repeats, 5)):
+            start = time.perf_counter()
+            for work in works:
+                work()
+            samples.append(time.perf_counter() - start)
+        return median(samples) / len(works)
+
+    def add(self, name: str, arm: str, works: Sequence[Work], nbytes: float | None, detail: str = "") -> float | None:
+        """Time a case and keep it, in microseconds; ``None`` if it failed."""
+        try:
+            seconds = self.time(works)
+        except failures() as error:
+            self.fail(name, arm, error)
+            return None
+        bound = None if nbytes is None else 1e6 * nbytes / self.bandwidth
+        self.rows.append(Row(name, arm, 1e6 * seconds, "us", bound, detail=detail))
+        return seconds
+
+    def best(self, name: str, arm: str, cases: Sequence[tuple[str, Sequence[Work]]], nbytes: float) -> str | None:
+        """Time several configurations of one case, keep the fastest, and say which it was."""
+        found: list[tuple[float, str]] = []
+        for detail, works in cases:
+            try:
+                found.append((self.time(works), detail))
+            except failures() as error:
+                self.fail(f"{name} [{detail}]", arm, error)
+        if not found:
+            return None
+        seconds, detail = min(found)
+        others = ", ".join(f"{text} {1e6 * value:.1f}" for value, text in sorted(found)[1:])
+        row = Row(name, arm, 1e6 * seconds, "us", 1e6 * nbytes / self.bandwidth, detail=f"{detail} ({others})")
+        self.rows.append(row)
+        return detail
+
+    def fail(self, name: str, arm: str, error: BaseException) -> None:
+        """Note a case that could not be measured."""
+        text = str(error).strip().splitlines() or [""]
+        self.failures.append(f"{name}, {arm}: {type(error).__name__}: {text[0][:200]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, with ratios filled in."""
+        base = {row.name: row.value for row in self.rows if row.arm == "bf16"}
+        for row in self.rows:
+            if row.name in base:
+                quotient = base[row.name] / row.value
+                row.ratio_to_bf16 = 1 / quotient if row.unit == "tok/s" else quotient
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        return {
+            "device": name,
+            "torch": torch.__version__,
+            "copy_bandwidth": self.bandwidth,
+            "rows": [asdict(row) for row in self.rows],
+            "failures": self.failures,
+        }
+
+
+def failures() -> tuple[type[BaseException], ...]:
+    """What a kernel that does not compile, fit or run raises."""
+    found: tuple[type[BaseException], ...] = (TraceError, RuntimeError, ValueError, TypeError, KeyError, AssertionError)
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return found
+    return (*found, TritonError)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called ``name``; ``auto`` takes CUDA where there is one.
+
+    Raises:
+        ConfigError: CUDA was asked for and is missing.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("this machine has no CUDA device; use --device cpu for the cases that need none.")
+    return device
+
+
+def need_cuda(bench: Bench, what: str) -> None:
+    """Refuse a benchmark of kernels without a GPU.
+
+    Raises:
+        ConfigError: naming what can run instead.
+    """
+    if bench.device.type != "cuda":
+        raise ConfigError(f"bench {what} measures GPU kernels and needs a CUDA device; without one try bench codec.")
+
+
+def _cuda_time(works: Sequence[Work], repeats: int) -> float:
+    for work in works:  # compiles, and makes tables
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [work() for work in works]
+    for _ in range(3):
+        graph.replay()
+    samples = []
+    for start, stop in _events(repeats):
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(stop) / 1e3)
+    del kept
+    return median(samples) / len(works)
+
+
+def _events(count: int) -> Iterator[tuple[torch.cuda.Event, torch.cuda.Event]]:
+    for _ in range(count):
+        yield torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
