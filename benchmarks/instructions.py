@@ -1,0 +1,175 @@
+"""Compile every kernel for an H100 or H200 and count the instructions of its main loop. Needs Triton, but no GPU.
+
+    python benchmarks/instructions.py
+
+The count is what decides whether FP4 pays on a GPU that has to widen it: at 4.3 TB/s there is time for 4.4 instructions
+a value (docs/performance.md). Instructions are those of one warp for the loop's share of a tile, times 32 lanes, divided
+by the values of the tile. A kernel without a loop is counted whole.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tracefp4.formats.fused import rules
+from tracefp4.formats.numerics import get_numerics
+from tracefp4.kernels import attention_decode, attention_prefill, experts, guided, kv_append, planes, quantize, routing
+
+TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);")
+
+
+def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
+    """Compile with all pointers and strides divisible by 16; floats by name, other arguments int32."""
+    signature = {}
+    for name in kernel.arg_names:
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = pointers.get(name, "*bf16")
+        else:
+            signature[name] = "fp32" if name in ("factor", "shift") else "i32"
+    plain = {"factor", "shift", "window", "splits", "blocks", "vectors", "queries", "context", "pairs", "count",
+             "x_groups", "per_global", "first_head", "heads"}  # fmt: skip
+    divisible = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in {*constants, *plain}
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def sass(kernel: Any) -> list[tuple[int, str, str]]:
+    """Address, operation and operands of every instruction."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        text = subprocess.run([TOOL, "-sass", path], capture_output=True, text=True, check=True).stdout
+    return [(int(m[1], 16), m[2], m[3]) for m in map(LINE.match, text.splitlines()) if m]
+
+
+def main_loop(code: list[tuple[int, str, str]]) -> list[str]:
+    """Operations of the longest backward branch, or of everything."""
+    best: list[str] = []
+    for address, operation, operands in code:
+        target = re.search(r"0x([0-9a-f]+)", operands)
+        if operation.startswith("BRA") and target and int(target[1], 16) < address:
+            inside = [op for at, op, _ in code if int(target[1], 16) <= at <= address]
+            best = max(best, inside, key=len)
+    return best or [op for _, op, _ in code]
+
+
+def report(name: str, kernel: Any, pointers: dict[str, str], constants: dict[str, Any], values: int,
+           **options: Any) -> bool:  # fmt: skip
+    """Print one line; whether the kernel compiled."""
+    try:
+        built = build(kernel, pointers, constants, **options)
+    except (RuntimeError, ValueError, TypeError, triton.TritonError, subprocess.CalledProcessError) as error:
+        print(f"{name:44} FAILED: {str(error).splitlines()[0][:90]}")
+        return False
+    code = sass(built)
+    loop = main_loop(code)
+    spills = sum(op.startswith(("STL", "LDL")) for _, op, _ in code)
+    top = " ".join(f"{op} {n}" for op, n in Counter(op.split(".")[0] for op in loop).most_common(6))
+    each = len(loop) * 32 * options["num_warps"] / values
+    print(f"{name:44} {each:6.2f} a value, {len(loop):5} in the loop, {built.metadata.shared:6} B shared, "
+          f"{spills} spills  {top}")  # fmt: skip
+    return True
+
+
+BYTES = "*u8"
+SMALL = {
+    "codes_ptr": BYTES, "packed_ptr": BYTES, "scales_ptr": BYTES, "planes_ptr": BYTES, "recorded_ptr": BYTES,
+    "global_ptr": "*fp32", "new_global_ptr": "*fp32", "rows_ptr": "*i64", "valid_ptr": "*i1", "low_ptr": BYTES,
+}  # fmt: skip
+
+
+def rounding() -> list[bool]:
+    """Quantizers, codec, and storing of keys and values."""
+    done = []
+    for name in ("nvfp4-te", "nvfp4-pow2", "mxfp4-ceil"):
+        n = rules(get_numerics(name))
+        shared = {"TILE": 2048 // n.block, **n.constants()}
+        wanted = {"GIVEN": False, "CODES": False, "PACKED": False, "OPERAND": True, "VALUES": False}
+        for bits in (0, 1):
+            done.append(report(f"quantize {name} r{bits}", quantize._quantize, SMALL, shared | wanted | {"BITS": bits},
+                               2048, num_warps=4, enable_fp_fusion=False))  # fmt: skip
+        for bits, scale_bits, partial in ((1, 8, False), (1, 3, True), (4, 8, False)):
+            follow = {"ORDERED": partial, "PARTIAL": partial, "SCALE_BITS": scale_bits, "BITS": bits, "CODES": False,
+                      "OPERAND": True, "VALUES": False}  # fmt: skip
+            done.append(report(f"guided {name} r{bits}/s{scale_bits}{' partial' * partial}", guided._quantize_guided,
+                               SMALL, shared | follow, 2048, num_warps=4, enable_fp_fusion=False))  # fmt: skip
+    for bits in (1, 4):
+        for word, kernel in (("pack", planes._pack), ("unpack", planes._unpack)):
+            done.append(report(f"{word} r{bits}", kernel, SMALL, {"BITS": bits, "TILE": 512}, 4096, num_warps=4))
+    for name in ("sglang-kv-nvfp4", "mxfp4-ceil"):
+        constants = {"HEADS": 4, "D": 128, "ROPE": False, "FP4": True, **rules(get_numerics(name)).constants()}
+        pointers = {"slots_ptr": "*i64", "codes_ptr": "*i16", "scales_ptr": BYTES}
+        done.append(report(f"append {name}", kv_append._append, pointers, constants, 128, num_warps=1,
+                           enable_fp_fusion=False))  # fmt: skip
+    return done
+
+
+def attention() -> list[bool]:
+    """Decode and prefill attention; a value is one of K or V."""
+    done = []
+    pointers = {"pages_ptr": "*i64", "lengths_ptr": "*i64", "slots_ptr": "*i64", "part_ptr": "*fp32",
+                "top_ptr": "*fp32", "sum_ptr": "*fp32", "sinks_ptr": "*fp32"}  # fmt: skip
+    fp4 = pointers | {"codes_ptr": "*i16", "scales_ptr": BYTES}
+    for width, heads, group in ((64, 8, 8), (128, 4, 8), (256, 2, 8)):
+        rows = 64 if width == 256 else 128
+        common = {"HEADS": heads, "GROUP": group, "D": width}
+        for word, mx, block in (("nvfp4", False, 16), ("mxfp4", True, 32), ("bf16", False, 16)):
+            plain = word == "bf16"
+            shared = common | {"FP4": not plain, "MX": mx, "BLOCK": block}
+            tile = 64 if plain else rows
+            constants = shared | {"COLUMNS": 16, "PAGE": 16, "SPAN": 512, "ROWS": tile}
+            done.append(report(f"decode attention {word} D{width}", attention_decode._split, pointers if plain else fp4,
+                               constants, tile * 2 * width, num_warps=4, num_stages=3))  # fmt: skip
+            constants = shared | {"QUERIES": 128, "COLUMNS": 64, "SINKS": False}
+            done.append(report(f"prefill attention {word} D{width}", attention_prefill._prefill,
+                               pointers if plain else fp4, constants, 64 * 2 * width, num_warps=8, num_stages=2))  # fmt: skip
+    done.append(report("decode attention: sum of splits", attention_decode._combine, pointers,
+                       {"D": 128, "SINKS": False}, 128, num_warps=2))  # fmt: skip
+    return done
+
+
+def products() -> list[bool]:
+    """Expert products; a value is a weight."""
+    done = []
+    pointers = {"x_scale_ptr": "*fp32", "alpha_ptr": "*fp32", "order_ptr": "*i32", "tiles_ptr": "*i32"}
+    for word, mx, block in (("nvfp4", False, 16), ("mxfp4", True, 32), ("bf16", False, 16)):
+        plain = word == "bf16"
+        kinds = pointers | ({} if plain else {"w_ptr": "*i16", "s_ptr": BYTES})
+        tiles = ((16, 128, 1, 4, 4), (16, 64, 2, 4, 4)) if plain else (
+            (16, 128, 2, 4, 3), (16, 256, 1, 4, 3), (16, 64, 2, 2, 4), (64, 128, 2, 4, 3))  # fmt: skip
+        for rows, columns, unroll, warps, stages in tiles:
+            constants = {
+                "TOP_K": 8, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "FP4": not plain, "MX": mx,
+                "BLOCK": block, "SHIFT": 128.0, "PER_TOKEN": True, "X_SCALE": not plain, "ALPHA": not plain,
+                "BIAS": False,
+            }  # fmt: skip
+            done.append(report(f"experts {word} {rows}x{columns}x{64 * unroll} warps {warps}", experts._grouped, kinds,
+                               constants, columns * 64 * unroll, num_warps=warps, num_stages=stages,
+                               enable_fp_fusion=False))  # fmt: skip
+    ids = {"experts_ptr": "*i64", "order_ptr": "*i32", "tiles_ptr": "*i32"}
+    done.append(report("route: places", routing._place, ids, {"SIZE": 16, "STEP": 128}, 16, num_warps=4))
+    done.append(report("route: tiles", routing._tile, ids, {"ROWS": 16, "EXPERTS": 128, "STEP": 32}, 128, num_warps=8))
+    done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"}, {"TOP_K": 8, "TILE": 1024},
+                       8192, num_warps=4, enable_fp_fusion=False))  # fmt: skip
+    return done
+
+
+if __name__ == "__main__":
+    results = [*rounding(), *attention(), *products()]
+    print(f"\nTriton {triton.__version__}: {sum(results)} of {len(results)} kernels compiled for sm_90")
+    sys.exit(0 if all(results) else 1)
