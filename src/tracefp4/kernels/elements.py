@@ -16,6 +16,7 @@ import os
 import triton
 import triton.language as tl
 
+_TWO_126 = tl.constexpr(2.0**126)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Kernels run in Triton's interpreter, which lacks inline assembly, cuts bfloat16 instead of rounding it, and gets its
 subnormals wrong; :func:`narrow` and :func:`widen` then convert by integer arithmetic."""
@@ -23,35 +24,32 @@ subnormals wrong; :func:`narrow` and :func:`widen` then convert by integer arith
 
 @triton.jit
 def _clipped(z):
-    """``min(|z|, 6)`` and its grid exponent; a NaN counts as 6."""
-    a = (z.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
-    a = tl.where(a < 6.0, a, 6.0)
-    exponent = tl.maximum((a.to(tl.int32, bitcast=True) >> 23) - 127, 0)
-    return a, exponent
+    """``min(|z|, 6)`` and its grid exponent plus 127, still in the exponent field (int32)."""
+    a = tl.minimum((z.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True), 6.0)
+    return a, tl.maximum(a.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
 
 
 @triton.jit
 def nearest(z, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
     """Nearest E2M1 code (int32, ``0..15``) of ``z`` float32; beyond 6 it saturates, NaN gives +6."""
-    a, exponent = _clipped(z)
-    magic = (exponent + 149) << 23
+    a, field = _clipped(z)
+    magic = field + (22 << 23)
     total = a + magic.to(tl.float32, bitcast=True)
     count = total.to(tl.int32, bitcast=True) - magic
     if TIES != "even":
-        step = ((exponent + 126) << 23).to(tl.float32, bitcast=True)
+        step = (field - (1 << 23)).to(tl.float32, bitcast=True)
         rest = a - (total - magic.to(tl.float32, bitcast=True))
         if TIES == "up":
             count += (rest == 0.5 * step).to(tl.int32)
         else:
             count -= (rest == -0.5 * step).to(tl.int32)
-    code = count + 2 * exponent
-    negative = z.to(tl.int32, bitcast=True) < 0
+    code = count + ((field >> 22) - 254)  # bit 22 of the field is 0: twice the exponent
+    sign = (z.to(tl.int32, bitcast=True) >> 28) & 8
     if NEGATIVE_ZERO == "strict":
-        negative = negative & (a > 0.0)
+        sign = tl.where(a > 0.0, sign, 0)
     elif NEGATIVE_ZERO == "positive":
-        negative = negative & (code > 0)
-    negative = negative & (z == z)
-    return code | (negative.to(tl.int32) << 3)
+        sign = tl.where(code > 0, sign, 0)
+    return tl.where(z == z, code | sign, 7)
 
 
 @triton.jit
@@ -60,11 +58,12 @@ def guided(z, low, BITS: tl.constexpr):
 
     ``z`` float32 in units of the rollout's scale; ``low`` int32, the low ``BITS`` bits of each recorded code.
     """
-    a, exponent = _clipped(z)
-    sign = ((z.to(tl.int32, bitcast=True) < 0) & (z == z)).to(tl.int32) << 3
-    scaled = a * ((128 - exponent) << 23).to(tl.float32, bitcast=True)
+    z = tl.where(z == z, z, 6.0)
+    a, field = _clipped(z)
+    sign = (z.to(tl.int32, bitcast=True) >> 28) & 8
+    scaled = a * ((255 << 23) - field).to(tl.float32, bitcast=True)  # in grid steps: 2^(1-e)
     count = scaled.to(tl.int32)
-    lower = tl.minimum(count + 2 * exponent, 6)
+    lower = tl.minimum(count + ((field >> 22) - 254), 6)
     on_grid = (count.to(tl.float32) == scaled) & (a != 6.0)
     upper = lower + 1 - on_grid.to(tl.int32)
     if BITS == 1:
@@ -85,14 +84,9 @@ def guided(z, low, BITS: tl.constexpr):
 
 @triton.jit
 def magnitude(code):
-    """Signed value of codes ``0..15`` (int32), float32."""
-    size = code & 7
-    exponent = size >> 1
-    # Normal: (2 + m) 2^(e-2). Subnormal (e = 0): m / 2 = (0 + m) 2^-1.
-    count = tl.where(exponent == 0, size & 1, 2 + (size & 1))
-    power = tl.maximum(exponent, 1) - 2
-    value = count.to(tl.float32) * ((power + 127) << 23).to(tl.float32, bitcast=True)
-    return (value.to(tl.int32, bitcast=True) | ((code >> 3) << 31)).to(tl.float32, bitcast=True)
+    """Signed value of codes ``0..15`` (int32), float32: their bits are those of a float32 that is ``2^126`` too small."""
+    small = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    return small * _TWO_126
 
 
 @triton.jit

@@ -1,0 +1,37 @@
+#!/bin/sh
+# Tests and benchmarks of one GPU, one after the other; what fails or hangs does not stop the rest.
+#
+#     sh benchmarks/h200.sh FOLDER
+#
+# FOLDER gets one log and one JSON file a step. About eight minutes at most: every step has a limit.
+out=${1:?usage: sh benchmarks/h200.sh FOLDER}
+python=${PYTHON:-python}
+mkdir -p "$out"
+export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
+
+step() { # name, seconds, command...
+    name=$1 limit=$2
+    shift 2
+    begin=$(date +%s)
+    timeout "$limit" "$@" >"$out/$name.log" 2>&1
+    code=$?
+    echo "$name: exit $code after $(($(date +%s) - begin)) s"
+    tail -n 4 "$out/$name.log"
+}
+
+bench() { # name, seconds, arguments...
+    name=$1 limit=$2
+    shift 2
+    step "$name" "$limit" "$python" -m tracefp4.cli.main bench "$@" --output "$out/$name.json"
+}
+
+step test-quantize 70 "$python" -m pytest tests/kernels/test_quantize.py tests/kernels/test_guided.py tests/kernels/test_seams.py -m gpu -q
+step test-products 90 "$python" -m pytest tests/kernels/test_attention.py tests/kernels/test_experts.py -m gpu -q
+bench codec 30 codec
+bench qat 45 qat
+bench experts 90 experts --shape 30b --batch 1 --batch 16 --batch 64 --batch 256
+bench attention 80 attention --shape 30b --shape 35b
+bench decode 100 decode --batch 1 --batch 16 --batch 64
+step test-engine 60 "$python" -m pytest tests/kernels/test_engine.py tests/rollout/test_gpu.py -m gpu -q
+bench capture 60 capture
+bench prefill 50 prefill
