@@ -3,8 +3,8 @@
     python benchmarks/instructions.py
 
 The count is what decides whether FP4 pays on a GPU that has to widen it: at 4.3 TB/s there is time for 4.4 instructions
-a value (docs/performance.md). Instructions are those of one warp for the loop's share of a tile, times 32 lanes, divided
-by the values of the tile. A kernel without a loop is counted whole.
+a value (docs/performance.md). Instructions are those of one warp for the loop's share of a tile, times 32 lanes,
+divided by the values of the tile. A kernel without a loop is counted whole.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ def rounding() -> list[bool]:
         wanted = {"GIVEN": False, "CODES": False, "PACKED": False, "OPERAND": True, "VALUES": False}
         for bits in (0, 1):
             done.append(report(f"quantize {name} r{bits}", quantize._quantize, SMALL, shared | wanted | {"BITS": bits},
-                               2048, num_warps=4, enable_fp_fusion=False))  # fmt: skip
+                               2048, num_warps=2, enable_fp_fusion=False))  # fmt: skip
         for bits, scale_bits, partial in ((1, 8, False), (1, 3, True), (4, 8, False)):
             follow = {"ORDERED": partial, "PARTIAL": partial, "SCALE_BITS": scale_bits, "BITS": bits, "CODES": False,
                       "OPERAND": True, "VALUES": False}  # fmt: skip
             done.append(report(f"guided {name} r{bits}/s{scale_bits}{' partial' * partial}", guided._quantize_guided,
-                               SMALL, shared | follow, 2048, num_warps=4, enable_fp_fusion=False))  # fmt: skip
+                               SMALL, shared | follow, 2048, num_warps=2, enable_fp_fusion=False))  # fmt: skip
     for bits in (1, 4):
         for word, kernel in (("pack", planes._pack), ("unpack", planes._unpack)):
             done.append(report(f"{word} r{bits}", kernel, SMALL, {"BITS": bits, "TILE": 512}, 4096, num_warps=4))
@@ -136,8 +136,9 @@ def attention() -> list[bool]:
             done.append(report(f"decode attention {word} D{width}", attention_decode._split, pointers if plain else fp4,
                                constants, tile * 2 * width, num_warps=4, num_stages=3))  # fmt: skip
             constants = shared | {"QUERIES": 128, "COLUMNS": 64, "SINKS": False}
-            done.append(report(f"prefill attention {word} D{width}", attention_prefill._prefill,
-                               pointers if plain else fp4, constants, 64 * 2 * width, num_warps=8, num_stages=2))  # fmt: skip
+            kinds = pointers if plain else fp4
+            done.append(report(f"prefill attention {word} D{width}", attention_prefill._prefill, kinds, constants,
+                               64 * 2 * width, num_warps=8, num_stages=2))  # fmt: skip
     done.append(report("decode attention: sum of splits", attention_decode._combine, pointers,
                        {"D": 128, "SINKS": False}, 128, num_warps=2))  # fmt: skip
     return done
@@ -165,7 +166,7 @@ def products() -> list[bool]:
     done.append(report("route: places", routing._place, ids, {"SIZE": 16, "STEP": 128}, 16, num_warps=4))
     done.append(report("route: tiles", routing._tile, ids, {"ROWS": 16, "EXPERTS": 128, "STEP": 32}, 128, num_warps=8))
     done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"}, {"TOP_K": 8, "TILE": 1024},
-                       8192, num_warps=4, enable_fp_fusion=False))  # fmt: skip
+                       8192, num_warps=2, enable_fp_fusion=False))  # fmt: skip
     return done
 
 

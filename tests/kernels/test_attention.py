@@ -126,7 +126,11 @@ def test_decode_attention(name, width, heads, group, device):
     assert found.dtype == torch.bfloat16
     for i, length in enumerate(lengths.tolist()):
         expected = attention(
-            q[i : i + 1], stands_for(k, name)[:, :length], stands_for(v, name)[:, :length], width**-0.5, before=length - 1
+            q[i : i + 1],
+            stands_for(k, name)[:, :length],
+            stands_for(v, name)[:, :length],
+            width**-0.5,
+            before=length - 1,
         )
         assert (found[i : i + 1].double() - expected).abs().max() < 0.02
 

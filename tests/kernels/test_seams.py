@@ -50,7 +50,12 @@ def test_a_rollout_and_a_trainer_that_follows_it(scale_bits, device, make_values
     assert same(theirs.operand, expected.operand())
     assert same(theirs.decode_scale(), expected.decode_scale())
     record = SiteRecord.pack(
-        shape, expected.codes.view(6, 2, 96), expected.scales.view(6, 2, 6), expected.global_scale.view(6, 2), 1, scale_bits
+        shape,
+        expected.codes.view(6, 2, 96),
+        expected.scales.view(6, 2, 6),
+        expected.global_scale.view(6, 2),
+        1,
+        scale_bits,
     )
     assert same(theirs.planes, record.planes.flatten(0, 1))
     mine = (x.float() * 1.02).bfloat16()

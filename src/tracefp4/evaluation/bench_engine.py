@@ -107,7 +107,9 @@ def _steps(
             bench.fail(name, arm, error)
             continue
         bound = 1e6 * step_bytes(shape, spec, batch, context) / bench.bandwidth
-        bench.rows.append(Row(name, arm, 1e6 * seconds, "us", bound, detail=f"{batch / seconds:.0f} tok/s of these layers"))
+        bench.rows.append(
+            Row(name, arm, 1e6 * seconds, "us", bound, detail=f"{batch / seconds:.0f} tok/s of these layers")
+        )
     del engine
     torch.cuda.empty_cache()
 

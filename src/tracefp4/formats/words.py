@@ -17,8 +17,8 @@ its block scale is one number.
 
 **Scales.** A code times ``2^-126`` wants its scale times ``2^119`` (the largest power for which 448 does not
 overflow), and a factor ``2^7`` at the end. E4M3 needs two cases for that, normal and subnormal. With one exponent bit
-more and bias 9 (E5M3), all its values are normal, and ``(c << 4) + 0x7680`` is the bfloat16 pattern of ``s 2^119``. E8M0
-scales stay as they are.
+more and bias 9 (E5M3), all its values are normal, and ``(c << 4) + 0x7680`` is the bfloat16 pattern of ``s 2^119``.
+E8M0 scales stay as they are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Device functions: rounding to the E2M1 grid, to nearest and guided.
 
-For ``a`` in [0, 6] the grid step is ``2^(e-1)`` with ``e = max(exponent of a, 0)``. Adding ``M = 2^(e+22)`` rounds ``a``
-to a multiple of it, ties to even; the low bits of the sum count the steps, and the code is ``count + 2 e``: the grid's
-even multiples are its codes with an even last bit, so this tie rule is the format's own. Seven comparisons become one
-addition. (Measured before this package had kernels: the difference between half and all of the bandwidth.)
+For ``a`` in [0, 6] the grid step is ``2^(e-1)`` with ``e = max(exponent of a, 0)``. Adding ``M = 2^(e+22)`` rounds
+``a`` to a multiple of it, ties to even; the low bits of the sum count the steps, and the code is ``count + 2 e``: the
+grid's even multiples are its codes with an even last bit, so this tie rule is the format's own. Seven comparisons
+become one addition.
 
 Guided rounding needs the neighbour *below* ``a``, which is the truncated count, and whether ``a`` is on the grid. The
 rules are those of :mod:`tracefp4.quantizers.guided`.
@@ -84,7 +84,7 @@ def guided(z, low, BITS: tl.constexpr):
 
 @triton.jit
 def magnitude(code):
-    """Signed value of codes ``0..15`` (int32), float32: their bits are those of a float32 that is ``2^126`` too small."""
+    """Signed value of codes ``0..15`` (int32), float32: their bits are a float32 that is ``2^126`` too small."""
     small = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
     return small * _TWO_126
 

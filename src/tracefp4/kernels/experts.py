@@ -191,7 +191,7 @@ def grouped_linear(
 
 
 def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
-    """``sum over slots of weights[t, slot] * rows[t * K + slot]`` in float32 and slot order, rounded once; ``(T, N)``."""
+    """Sum over slots of ``weights[t, slot] * rows[t K + slot]`` in float32 and slot order, rounded once; ``(T, N)``."""
     tokens, top_k = weights.shape
     out = torch.empty(tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
     grid = (tokens, triton.cdiv(rows.shape[1], 1024))

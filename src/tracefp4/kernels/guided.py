@@ -54,17 +54,15 @@ def _recorded_scales(ptr, row, block, inside, blocks, SCALE_BITS: tl.constexpr):
 
 
 @triton.jit
-def _recorded_bits(
-    ptr, row, block, width, TILE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr
-):  # fmt: skip
-    """Recorded low bits ``(TILE, BLOCK)`` (int32) of a vector's codes, from their planes."""
-    lane = tl.arange(0, BLOCK)
-    byte = block[:, None] * (BLOCK // 8) + lane[None, :] // 8
-    mask = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK))
+def _recorded_bits(ptr, row, block, width, TILE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Recorded low bits ``(TILE, BLOCK)`` (int32) of a vector's codes; a block's bits of a plane are one word."""
+    kind: tl.constexpr = tl.int16 if BLOCK == 16 else tl.int32
+    words = ptr.to(tl.pointer_type(kind))
     low = tl.zeros((TILE, BLOCK), tl.int32)
     for bit in tl.static_range(BITS):
-        data = tl.load(ptr + (row * BITS + bit) * (width // 8) + byte, mask=mask, other=0).to(tl.int32)
-        low |= ((data >> (lane[None, :] % 8)) & 1) << bit
+        at = words + (row * BITS + bit) * (width // BLOCK) + block
+        data = tl.load(at, mask=block * BLOCK < width, other=0).to(tl.int32)
+        low |= ((data[:, None] >> tl.arange(0, BLOCK)[None, :]) & 1) << bit
     return low
 
 

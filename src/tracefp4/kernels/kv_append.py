@@ -18,7 +18,6 @@ from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import block_amax, block_scale, block_unit, global_forms, normalized
 from tracefp4.kernels.words import from_code, recoded
 
-
 _PLAIN = Rules(16, True, "even", "keep", "floor", 0.0, 0, 0, "divide", "none", "amax", "encode", 1.0)
 """Any rules: those of a pool that rounds nothing."""
 

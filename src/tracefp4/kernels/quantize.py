@@ -200,8 +200,8 @@ def tile_of(width: int, rules: Rules, given: bool = False) -> int:
 
 
 def warps_of(values: int) -> int:
-    """Warps for a tile: sixteen values a thread, one warp at least, sixteen at most."""
-    return max(1, min(16, triton.next_power_of_2(values) // 512))
+    """Warps for a tile: 32 values a thread, so that scales weigh little; one warp at least, sixteen at most."""
+    return max(1, min(16, triton.next_power_of_2(values) // 1024))
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:

@@ -41,7 +41,9 @@ def _place(experts_ptr, order_ptr, pairs, SIZE: tl.constexpr, STEP: tl.constexpr
     for first in range(0, pairs, STEP):
         other = first + tl.arange(0, STEP)
         there = tl.load(experts_ptr + other, mask=other < pairs, other=2**30).to(tl.int32)
-        before = (there[None, :] < here[:, None]) | ((there[None, :] == here[:, None]) & (other[None, :] < pair[:, None]))
+        before = (there[None, :] < here[:, None]) | (
+            (there[None, :] == here[:, None]) & (other[None, :] < pair[:, None])
+        )
         place += tl.sum(before.to(tl.int32), axis=1)
     tl.store(order_ptr + place, pair, mask=pair < pairs)
 

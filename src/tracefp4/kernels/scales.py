@@ -161,10 +161,7 @@ def block_scale(
 def block_unit(data, encode, decode, E8M0: tl.constexpr, QUOTIENT: tl.constexpr):
     """What a value is divided by, float32: block scale times global decode scale; infinity where the scale is zero."""
     s = scale_value(data, E8M0)
-    if QUOTIENT == "divide-ratio":
-        unit = tl.div_rn(s, encode)
-    else:
-        unit = s * decode
+    unit = tl.div_rn(s, encode) if QUOTIENT == "divide-ratio" else s * decode
     if not E8M0:
         unit = tl.where(data == 0, float("inf"), unit)
     return unit

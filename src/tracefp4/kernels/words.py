@@ -4,8 +4,8 @@ Eleven integer instructions widen eight codes, two words side by side in one reg
 applies the scale to two values. Triton has no packed 16-bit integers, so this is inline PTX; the interpreter, which has
 no inline PTX, computes the same bits in int32.
 
-The result of NVFP4 is ``code x scale x 2^-7``, exact in bfloat16; whoever uses it multiplies by ``2^7`` in the end. MXFP4
-is widened by two multiplications, ``2^126`` and the scale, and is the value itself.
+The result of NVFP4 is ``code x scale x 2^-7``, exact in bfloat16; whoever uses it multiplies by ``2^7`` in the end.
+MXFP4 is widened by two multiplications, ``2^126`` and the scale, and is the value itself.
 """
 
 from __future__ import annotations

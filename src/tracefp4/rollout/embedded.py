@@ -123,9 +123,7 @@ class EmbeddedEngine:
         self.scheduler = Scheduler(self.pages, self.states, limits.max_batch, limits.prefill_chunk)
         sites = EngineSites(layout, self.spec, self.pool, self.capture, residual)
         bind(self._model, sites, spec=self.spec)
-        self._weights = WeightSync(
-            self._model, layout, self.spec.weights, sites.weight_scales, sites.kernel_weights
-        )
+        self._weights = WeightSync(self._model, layout, self.spec.weights, sites.weight_scales, sites.kernel_weights)
         self._max_length = int(self._model.get_submodule(layout.decoder).config.max_position_embeddings)
         self._runner = Runner(
             self._model,

@@ -10,8 +10,8 @@ up the whole memory management::
 
 What a slot stores is what an FP4 cache stores: packed codes, two a byte, and a scale byte for each block. Attention
 reads nothing else, not even for the token that was written a moment ago. With ``spec.kv is None`` a slot stores the
-values in the model's dtype. Where attention is a kernel that reads the pool by itself (:attr:`KVPool.for_kernels`), codes
-and scales are arranged for it (:mod:`tracefp4.formats.words`); what :meth:`KVPool.stored` returns is the same.
+values in the model's dtype. Where attention is a kernel that reads the pool by itself (:attr:`KVPool.for_kernels`),
+codes and scales are arranged for it (:mod:`tracefp4.formats.words`); what :meth:`KVPool.stored` returns is the same.
 
 One page more than the engine may use is kept for *padding*: rows that fill up a batch write and read there.
 """
