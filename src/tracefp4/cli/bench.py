@@ -59,7 +59,7 @@ def _run(
         if batches:
             sizes["batches"] = batches
         if case == "attention":
-            bench_kernels.bench_attention(bench, **sizes, **({"contexts": contexts} if contexts else {}))
+            bench_kernels.bench_attention(bench, **(sizes | ({"contexts": contexts} if contexts else {})))
         else:
             bench_kernels.bench_experts(bench, **sizes)
     else:

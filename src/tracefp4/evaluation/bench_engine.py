@@ -51,7 +51,6 @@ def random_model(shape: Shape, device: torch.device) -> Any:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
         num_experts=shape.experts,
         num_experts_per_tok=shape.top_k,
         moe_intermediate_size=shape.inter,
@@ -60,6 +59,7 @@ def random_model(shape: Shape, device: torch.device) -> Any:
         tie_word_embeddings=False,
         norm_topk_prob=True,
     )
+    config.head_dim = shape.head_dim
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
