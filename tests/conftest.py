@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    # Tests of kernels interpret them. Triton reads this when it is imported, which a compiler of PyTorch may do first.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Examples are small, but a busy machine can stall any of them; a time limit for each would only make tests flaky.
 settings.register_profile("unhurried", deadline=None)
