@@ -81,12 +81,12 @@ class DecodeGraphs:
         return tuple(part[: len(rows)] for part in captured.result)
 
     def captured(self, rows: int, width: int, truncate: bool) -> torch.cuda.CUDAGraph:
-        """The graph that :meth:`run` replays for these sizes.
+        """The graph that :meth:`run` replays for these sizes, without top log-probabilities.
 
         Raises:
             EngineError: it was not captured yet.
         """
-        key = (self.padded(rows), self._padded_width(width), truncate)
+        key = (self.padded(rows), self._padded_width(width), truncate, 0)
         if key not in self._captured:
             raise EngineError(f"no decode step of {key[0]} rows and {key[1]} pages was captured; run one first")
         return self._captured[key].graph
