@@ -29,12 +29,13 @@ class OperandCache:
         stamp = (weight.data_ptr(), weight._version)
         kept = self._kept.get(id(weight))
         if kept is None or kept[0] != stamp:
-            kept = (stamp, _widened(make()))
+            kept = (stamp, widened(make()))
             self._kept[id(weight)] = kept
         return kept[1]
 
 
-def _widened(operand: Operand) -> Operand:
+def widened(operand: Operand) -> Operand:
+    """The operand as products on its device want it: in float32 on a CPU."""
     if operand.values.device.type == "cpu" and operand.values.dtype is torch.bfloat16:
         return Operand(operand.values.float(), operand.scale)
     return operand

@@ -165,9 +165,20 @@ class Capture:
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the rows of slots ``source (n,)`` to slots ``target (n,)``."""
-        for tensor in (self._rows, self._forwarded, self.routes):
-            if tensor is not None:
-                tensor.index_copy_(0, target, tensor.index_select(0, source))
+        for tensor in self._tensors():
+            tensor.index_copy_(0, target, tensor.index_select(0, source))
+
+    def take(self, count: int) -> tuple[Tensor, ...]:
+        """Copies of the first ``count`` slots, as :meth:`put` takes them."""
+        return tuple(tensor[:count].clone() for tensor in self._tensors())
+
+    def put(self, slots: Tensor, rows: tuple[Tensor, ...]) -> None:
+        """Write what :meth:`take` of an equal record returned to ``slots (count,)``, on this record's device."""
+        for tensor, part in zip(self._tensors(), rows, strict=True):
+            tensor.index_copy_(0, slots, part)
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self._rows, self._forwarded, self.routes) if tensor is not None]
 
     def _view(self, column: _Column) -> Tensor:
         """``(slots, vectors, bytes)`` view of a site's columns."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tracefp4.core import KV_KINDS, Handle, Site, SiteShape
+from tracefp4.errors import EngineError
 from tracefp4.formats import e2m1
 from tracefp4.guidance.codec import CHUNK, chunks, pack_scales, scale_checks
 from tracefp4.guidance.frame import encode
@@ -119,7 +120,7 @@ class Harvester:
     def _ship(
         self, group: _Group, routes: Items[Tensor | None], plan: Plan, store: Store, weight_version: int
     ) -> list[Harvested]:
-        valid, sites = self._gather(group, plan)
+        valid, sites = gather(self.capture, self.pool, group.slots, group.expected, plan)
         all_valid, all_sites = valid.cpu(), {site: record.to("cpu") for site, record in sites.items()}
         found = []
         for sequence, start, part, ok in zip(
@@ -139,30 +140,47 @@ class Harvester:
             found.append(Harvested(part, store.put(key, encode(record)), int((~ok).sum())))
         return found
 
-    def _gather(self, group: _Group, plan: Plan) -> tuple[Tensor, dict[Site, SiteRecord]]:
-        """Validity ``(R,)`` and a record of every site, on the device."""
-        slots, expected = group.slots, group.expected
-        experts: dict[Site, Rows] = {
-            shape.site: self.capture.read(shape.site, slots)
-            for shape in self.capture.shapes
-            if shape.site.kind not in KV_KINDS
-        }
-        valid = (self.capture.stamps(slots) == expected) & (expected > 0)
-        for rows in experts.values():
-            valid &= (rows.tickets == expected.unsqueeze(1)).all(dim=1)
-        sites = {}
-        for shape in self.capture.shapes:
-            rows = experts.get(shape.site)
-            sites[shape.site] = (
-                self._from_pool(shape, slots, valid, plan)
-                if rows is None
-                else _pack(shape, rows.planes, rows.scales, rows.global_scale, valid, plan)
-            )
-        return valid, sites
 
-    def _from_pool(self, shape: SiteShape, slots: Tensor, valid: Tensor, plan: Plan) -> SiteRecord:
-        packed, scales = self.pool.stored(shape.site.layer, shape.site.kind, slots)
-        return SiteRecord.pack(shape, e2m1.unpack(packed), scales, None, plan.bits, plan.scale_bits, valid)
+def gather(
+    capture: Capture, pool: KVPool | None, slots: Tensor, expected: Tensor, plan: Plan
+) -> tuple[Tensor, dict[Site, SiteRecord]]:
+    """Read the rows of some slots and cut them to a plan's bits.
+
+    Args:
+        capture: recorded expert sites.
+        pool: K, V and latents; ``None`` if the plan has none of them.
+        slots: ``(R,)`` int64 on the device of ``capture``.
+        expected: ``(R,)`` int32 ticket that each row must carry; 0 for padding, which no writer has.
+        plan: what is kept.
+
+    Returns:
+        Validity ``(R,)`` and a record of every site, on the device of ``capture``.
+
+    Raises:
+        EngineError: the plan has KV sites and there is no pool.
+    """
+    experts: dict[Site, Rows] = {
+        shape.site: capture.read(shape.site, slots) for shape in capture.shapes if shape.site.kind not in KV_KINDS
+    }
+    valid = (capture.stamps(slots) == expected) & (expected > 0)
+    for rows in experts.values():
+        valid &= (rows.tickets == expected.unsqueeze(1)).all(dim=1)
+    sites = {}
+    for shape in capture.shapes:
+        rows = experts.get(shape.site)
+        sites[shape.site] = (
+            _from_pool(shape, pool, slots, valid, plan)
+            if rows is None
+            else _pack(shape, rows.planes, rows.scales, rows.global_scale, valid, plan)
+        )
+    return valid, sites
+
+
+def _from_pool(shape: SiteShape, pool: KVPool | None, slots: Tensor, valid: Tensor, plan: Plan) -> SiteRecord:
+    if pool is None:
+        raise EngineError(f"plan {str(plan)!r} records site {shape.site}, but there is no pool to read it from")
+    packed, scales = (part.to(slots.device) for part in pool.stored(shape.site.layer, shape.site.kind, slots))
+    return SiteRecord.pack(shape, e2m1.unpack(packed), scales, None, plan.bits, plan.scale_bits, valid)
 
 
 def _pack(

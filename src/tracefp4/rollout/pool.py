@@ -242,7 +242,7 @@ class KVPool:
         plane, columns, vectors = self._planes[layer], self._columns[kind], self.sizes[kind][0]
         if plane.scales is None or self.numerics is None:
             raise EngineError(f"layer {layer} stores {kind} in {self.dtype}: there are no codes to read")
-        block, size = self.numerics.block, 4 if self.for_kernels else 2
+        block, size, slots = self.numerics.block, 4 if self.for_kernels else 2, slots.to(plane.codes.device)
         codes = plane.codes[:, columns.start // size : columns.stop // size].index_select(0, slots)
         scales = plane.scales[:, columns.start // block : columns.stop // block].index_select(0, slots)
         codes, scales = self._plain(codes, scales)
