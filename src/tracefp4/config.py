@@ -49,6 +49,8 @@ class EngineConfig(_Table):
     """Compile the decoder layers for decode steps; the first steps of a run take some seconds more."""
     residual: float = Field(default=0.0, ge=0, le=1)
     """Share of each token's channels whose quantization residual is added to the experts' inputs (method ``quads``)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of an engine of another package, under its own names; ``embedded`` takes none."""
 
 
 class SamplingConfig(_Table):

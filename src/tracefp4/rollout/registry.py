@@ -50,12 +50,14 @@ def make_engine(
         settings: sizes.
 
     Raises:
-        ConfigError: no such engine is installed.
+        ConfigError: no such engine is installed, or options for an engine that takes none.
     """
     if name == "embedded":
         from tracefp4.rollout.embedded import EmbeddedEngine
 
-        return EmbeddedEngine(model, tokenizer, spec, plan, store, **settings.model_dump())
+        if settings.options:
+            raise ConfigError(f"engine 'embedded' takes no rollout.options, got {', '.join(settings.options)}")
+        return EmbeddedEngine(model, tokenizer, spec, plan, store, **settings.model_dump(exclude={"options"}))
     for point in entry_points(group=GROUP):
         if point.name == name:
             return point.load()(model=model, tokenizer=tokenizer, spec=spec, plan=plan, store=store, settings=settings)

@@ -1,0 +1,417 @@
+"""An engine in another process, behind the interface that the loop knows.
+
+Everything that does not depend on which engine it is happens here: refusing requests that cannot run, naming samples,
+taking frames and routes out of the shared folder, weight versions, statistics, and the proof after a sync. A subclass
+names its backend and says what it cannot do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tracefp4.config import EngineConfig
+from tracefp4.core import Handle, Kind, Request, Rollout
+from tracefp4.errors import EngineError, SyncError
+from tracefp4.formats.spec import Spec
+from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.store import Store, make_key
+from tracefp4.integrations.engines.coverage import engine_coverage
+from tracefp4.integrations.engines.handover import Folder, read_routes
+from tracefp4.integrations.engines.process import HostProcess
+from tracefp4.integrations.engines.settings import EngineSettings, dump_spec
+from tracefp4.integrations.engines.sites import check_plan
+from tracefp4.integrations.engines.weights import Names, hollow
+from tracefp4.integrations.engines.wire import Abort, Ask, Failed, Finished, Load, Loaded, Parcel, Report, Sample
+from tracefp4.models.coverage import Coverage
+from tracefp4.rollout.admission import Limits, check_request, recorded_shapes
+from tracefp4.rollout.engine import Capabilities, Digest, EngineStats, Progress
+from tracefp4.rollout.request import eos_token_ids
+from tracefp4.rollout.sampler import stream_key
+
+START_LIMIT = 600.0
+"""Seconds that an engine has to start."""
+
+
+class HostedEngine:
+    """Base of the engines in other processes. See :class:`tracefp4.rollout.engine.Engine`.
+
+    Args:
+        model: whose architecture and first weights are served. Its folder is written for the engine to read; the model
+            itself is not kept.
+        tokenizer: names the end-of-sequence token; may be ``None``.
+        spec: what is quantized.
+        plan: what is recorded; ``None`` for nothing.
+        store: where guidance goes in the end; needed with a plan.
+        settings: sizes, and options of the engine under its own names.
+
+    Raises:
+        EngineError: settings or a model that the engine cannot serve, or it did not start.
+    """
+
+    name = "hosted"
+    backend = ""
+    """``module:class`` of a :class:`~tracefp4.integrations.engines.host.Backend`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        spec: Spec,
+        plan: Plan | None,
+        store: Store | None,
+        settings: EngineConfig,
+    ) -> None:
+        plan = plan or None
+        if plan is not None and store is None:
+            raise EngineError(f"plan {str(plan)!r} records guidance, but there is no store to put it into")
+        self.spec, self.plan, self._store = spec, plan, store
+        self._limits = Limits(settings.max_tokens, settings.page_size, settings.max_batch, settings.prefill_chunk)
+        source: Any = model
+        embedding = source.get_input_embeddings()
+        self._dtype, self._vocabulary = embedding.weight.dtype, embedding.num_embeddings
+        self._device = embedding.weight.device
+        self._names = Names(hollow(model))
+        self.layout = self._names.layout
+        self._shapes = recorded_shapes(self.layout, spec, plan)
+        self._max_length = int(source.get_submodule(self.layout.decoder).config.max_position_embeddings)
+        self._eos = sorted(eos_token_ids(model, tokenizer))
+        self.check_model(model, spec)
+        self._stats = EngineStats()
+        self._requests: dict[str, Request] = {}
+        self._waiting: dict[str, tuple[Request, int]] = {}
+        self._version: int | None = 0
+        self._arrivals = 0
+        self._later: list[Finished | Failed] = []
+        """Replies that came while something else was waited for."""
+        self._folder = Folder()
+        with ExitStack() as undo:
+            undo.callback(self._folder.remove)
+            self._start(source, settings)
+            undo.pop_all()
+
+    # -- What a subclass says
+
+    def check_model(self, model: nn.Module, spec: Spec) -> None:
+        """Refuse a model that the engine cannot serve under ``spec``. Raises :class:`EngineError`."""
+
+    def arguments(self, settings: EngineConfig) -> dict[str, Any]:
+        """Plain data for the backend."""
+        raise EngineError(f"{type(self).__name__} names no arguments for its backend")
+
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the engine's process, besides this one's."""
+        return {}
+
+    def _start(self, model: Any, settings: EngineConfig) -> None:
+        path = self._folder.path / "model"
+        model.save_pretrained(path)
+        told = EngineSettings(
+            model=str(path),
+            folder=str(self._folder.frames),
+            deployed=dump_spec(self.spec),
+            planned="none" if self.plan is None else str(self.plan),
+        )
+        arguments = self.arguments(settings) | {
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "device": self._device.type,
+        }
+        self._host = HostProcess(self._folder.path, told, self.backend, arguments, self.environment())
+        with ExitStack() as undo:
+            undo.callback(self._host.close)
+            report = self._host.reply(START_LIMIT)
+            if not isinstance(report, Report):
+                raise EngineError(f"{self.name} did not start within {START_LIMIT:.0f} s; see {self._folder.path}")
+            check_plan(self.plan, report.sites)
+            undo.pop_all()
+        self.report = report
+        """What the engine said when it had started: capability table, versions."""
+
+    # -- Facts
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this engine can do."""
+        return Capabilities(
+            name=self.name,
+            kinds=frozenset(Kind(shape.site.kind) for shape in self._shapes),
+            routes=bool(self.layout.moe_layers),
+            truncated_sampling=True,
+            stop_strings=False,
+            cuda_graphs=bool(self.report.facts.get("cuda_graphs", False)),
+        )
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights it serves; 0 for those it was built with.
+
+        Raises:
+            SyncError: the last sync failed.
+        """
+        if self._version is None:
+            raise SyncError(
+                "the last weight sync failed: the engine may hold a mixture of weights and serves nothing; sync again"
+            )
+        return self._version
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the engine was built."""
+        return self._stats
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests are in flight."""
+        return bool(self._waiting)
+
+    @property
+    def folder(self) -> Path:
+        """Where frames pass through; empty between two calls of :meth:`generate`."""
+        return self._folder.frames
+
+    # -- Sampling
+
+    def generate(
+        self, requests: Sequence[Request], *, guidance: bool = True, progress: Progress | None = None
+    ) -> list[Rollout]:
+        """Sample all requests; see :meth:`tracefp4.rollout.engine.Engine.generate`."""
+        if self.busy:
+            raise EngineError(
+                "requests that were added one by one are in flight; step until they finish, or abort them"
+            )
+        for request in requests:
+            self._check(request)
+        found: dict[tuple[str, int], Rollout] = {}
+        with ExitStack() as undo:
+            undo.callback(self._drop_everything)
+            for request in requests:
+                self.add(request, guidance=guidance)
+            while self.busy:
+                finished = self.step()
+                found |= {(rollout.request_id, rollout.sample): rollout for rollout in finished}
+                if progress is not None and finished:
+                    progress(len(found))
+            undo.pop_all()
+        return [found[request.id, sample] for request in requests for sample in range(request.samples)]
+
+    def add(self, request: Request, *, guidance: bool = True) -> None:
+        """Send a request. Without a seed, the request's id is the seed.
+
+        Raises:
+            EngineError: it can never run, or its id is in flight.
+            SyncError: see :attr:`weight_version`.
+        """
+        version = self.weight_version
+        self._check(request)
+        if request.id in self._requests:
+            raise EngineError(
+                f"a request {request.id!r} is in flight already; ids name what comes back, so they must differ"
+            )
+        self._requests[request.id] = request
+        sampling = request.sampling
+        for sample in range(request.samples):
+            key = make_key(request.id, sample, self._arrivals, f"v{version}")
+            self._waiting[key] = request, sample
+            self._host.channel.send(
+                Sample(
+                    key=key,
+                    tokens=list(request.prompt_ids),
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    max_new_tokens=sampling.max_new_tokens,
+                    stop=[],
+                    stop_token_ids=sorted({*self._eos, *sampling.stop_token_ids}),
+                    seed=stream_key(request.id if sampling.seed is None else sampling.seed, sample) & 0x7FFFFFFF,
+                    guidance=guidance and self.plan is not None,
+                )
+            )
+        self._arrivals += 1
+
+    def step(self) -> list[Rollout]:
+        """Wait a moment for the engine; return the rollouts that finished.
+
+        Raises:
+            EngineError: the engine failed, which ends everything in flight.
+        """
+        _ = self.weight_version
+        if not self.busy:
+            return []
+        self._stats.steps += 1
+        finished: list[Rollout] = []
+        while self._later:
+            finished.append(self._finish(self._later.pop(0)))
+        reply = None if finished else self._host.reply(1.0)
+        while reply is not None:
+            finished.append(self._finish(reply))
+            reply = self._host.reply(0) if self.busy else None
+        return finished
+
+    def abort(self, request_id: str) -> list[Rollout]:
+        """Give up on a request: its unfinished samples with the tokens they had, without routes and guidance.
+
+        A sample that ends while the abort is on its way is among them, as one that was given up.
+
+        Raises:
+            EngineError: no such request is in flight.
+        """
+        if request_id not in self._requests:
+            raise EngineError(f"no request {request_id!r} is in flight ({len(self._requests)} are)")
+        keys = [key for key, (request, _) in self._waiting.items() if request.id == request_id]
+        for key in keys:
+            self._host.channel.send(Abort(key))
+        dropped = [self._give_up(reply) for reply in self._later if reply.key in keys]
+        self._later = [reply for reply in self._later if reply.key not in keys]
+        while any(key in self._waiting for key in keys):
+            reply = self._host.reply(START_LIMIT)
+            if isinstance(reply, Finished | Failed) and reply.key in keys:
+                dropped.append(self._give_up(reply))
+            elif reply is not None:
+                self._later.append(reply)
+        return sorted(dropped, key=lambda rollout: rollout.sample)
+
+    def _check(self, request: Request) -> None:
+        check_request(request, self._limits, self._max_length, self._vocabulary)
+        if request.sampling.stop:
+            raise EngineError(
+                f"request {request.id!r} has stop strings, but {self.name} runs without a tokenizer; give the ids of "
+                "stop tokens instead"
+            )
+
+    def _finish(self, reply: Finished | Failed) -> Rollout:
+        if isinstance(reply, Failed):
+            raise EngineError(f"{self.name} refused sample {reply.key!r}: {reply.reason}")
+        request, sample = self._pop(reply.key)
+        stats = self._stats
+        stats.finished += 1
+        stats.prefill_tokens += len(request.prompt_ids) - reply.cached_tokens
+        stats.shared_tokens += reply.cached_tokens
+        stats.decode_tokens += len(reply.tokens) - 1
+        stats.retractions += reply.retractions
+        stats.invalid_rows += reply.invalid_rows
+        guidance = None
+        if reply.guidance is not None and self._store is not None:
+            guidance = self._folder.move(self._handle(reply.guidance), self._store)
+            stats.guidance_bytes += guidance.nbytes
+        return self._rollout(request, sample, reply, self._take_routes(reply.routes), guidance)
+
+    def _give_up(self, reply: Finished | Failed) -> Rollout:
+        request, sample = self._pop(reply.key)
+        self._stats.aborted += 1
+        if isinstance(reply, Failed):
+            reply = Finished(reply.key, [], [], "abort", self.weight_version)
+        for parcel in (reply.guidance, reply.routes):
+            if parcel is not None:
+                self._folder.take(self._handle(parcel))
+        rollout = self._rollout(request, sample, reply, None, None)
+        rollout.finish_reason = "abort"
+        return rollout
+
+    def _rollout(
+        self, request: Request, sample: int, reply: Finished, routes: Tensor | None, guidance: Handle | None
+    ) -> Rollout:
+        return Rollout(
+            request_id=request.id,
+            sample=sample,
+            prompt_ids=request.prompt_ids,
+            response_ids=tuple(reply.tokens),
+            logprobs=tuple(reply.logprobs),
+            weight_version=reply.version,
+            finish_reason=reply.finish,
+            routes=routes,
+            guidance=guidance,
+        )
+
+    def _take_routes(self, parcel: Parcel | None) -> Tensor | None:
+        if parcel is None:
+            return None
+        return read_routes(self._folder.take(self._handle(parcel)), tuple(parcel.shape), parcel.dtype)
+
+    def _handle(self, parcel: Parcel) -> Handle:
+        return Handle(str(self._folder.frames), parcel.key, parcel.nbytes)
+
+    def _pop(self, key: str) -> tuple[Request, int]:
+        request, sample = self._waiting.pop(key)
+        if not any(other is request for other, _ in self._waiting.values()):
+            del self._requests[request.id]
+        return request, sample
+
+    def _drop_everything(self) -> None:
+        try:
+            for request_id in list(self._requests):
+                self.abort(request_id)
+        except EngineError:
+            # The engine is gone, and everything in flight with it; what went wrong is on its way up already.
+            self._requests.clear()
+            self._waiting.clear()
+            self._later.clear()
+
+    # -- Weights
+
+    @torch.no_grad()
+    def sync(self, state: Mapping[str, Tensor], version: int) -> Digest:
+        """Take new weights; see :meth:`tracefp4.rollout.engine.Engine.sync`. The engine's prefix cache is cleared."""
+        if self.busy:
+            raise SyncError(
+                f"{len(self._requests)} requests are in flight; a rollout must come from one version of the weights"
+            )
+        self._version = None
+        self._names.check(state)
+        self._check_dtypes(state)
+        path = self._folder.path / "weights.safetensors"
+        # Each by itself: tied parameters would be refused as sharing memory, and slices as not contiguous.
+        whole = {name: state[name].detach().cpu().contiguous() for name in self._names.parameters}
+        save_file(whole, path)
+        del whole
+        try:
+            self._host.channel.send(Load(str(path), version))
+            reply = self._host.reply(START_LIMIT)
+        except EngineError as error:
+            raise SyncError(f"the weights of version {version} did not arrive: {error}") from error
+        finally:
+            path.unlink(missing_ok=True)
+        if not isinstance(reply, Loaded) or reply.version != version:
+            raise SyncError(f"the engine did not confirm the weights of version {version}")
+        self._version = version
+        self._stats.syncs += 1
+        return reply.digest
+
+    def digest(self) -> Digest:
+        """Checksum of the weights it serves; equal to :func:`tracefp4.models.packing.model_digest` of the trainer's."""
+        _ = self.weight_version
+        return self._ask().digest
+
+    def coverage(self) -> Coverage:
+        """What it quantizes, by module, as its plugin reports it."""
+        return engine_coverage(self._names, self.spec, self._ask().formats)
+
+    def close(self) -> None:
+        """End the engine's processes and remove its folder; again is harmless."""
+        self._host.close()
+        self._folder.remove()
+        self._waiting.clear()
+        self._requests.clear()
+
+    def _ask(self) -> Report:
+        self._host.channel.send(Ask())
+        reply = self._host.reply(START_LIMIT)
+        while isinstance(reply, Finished):
+            self._later.append(reply)
+            reply = self._host.reply(START_LIMIT)
+        if not isinstance(reply, Report):
+            raise EngineError(f"{self.name} did not say what it serves")
+        return reply
+
+    def _check_dtypes(self, state: Mapping[str, Tensor]) -> None:
+        for name in self._names.parameters:
+            if state[name].dtype != self._dtype:
+                raise SyncError(
+                    f"{name!r} is {state[name].dtype}, the engine computes in {self._dtype}; convert it first, as the "
+                    "trainer's own forward does, so that both sides quantize the same numbers"
+                )

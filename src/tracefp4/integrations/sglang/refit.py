@@ -1,0 +1,92 @@
+"""New weights: through SGLang's bracketed protocol and its own loader, then a checksum of what it serves.
+
+::
+
+    begin_weight_update    layouts that loading repacked are restored
+    update_weights_from_tensor(load_format=LOADER)    our loader reads the trainer's tensors out of a file
+    end_weight_update      SGLang re-runs its post-processing, in which experts are packed
+    tracefp4_report        the checksum over SGLang's parameters, cut into the trainer's tensors
+
+The tensors do not travel in the message: its only entry is a name that says where the file is.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracefp4.errors import SyncError
+from tracefp4.integrations.engines.coverage import reported_formats
+from tracefp4.integrations.engines.weights import Served
+from tracefp4.integrations.sglang.native import native_lines, site_table
+from tracefp4.integrations.sglang.worker import worker
+
+LOADER = "tracefp4.integrations.sglang.refit.load_file"
+"""Name of the loader, for ``custom_weight_loader`` and ``load_format``."""
+
+
+def announcement(path: str, version: int) -> list[tuple[str, Tensor]]:
+    """What ``update_weights_from_tensor`` sends: where the weights are."""
+    return [(json.dumps({"path": path, "version": version}), torch.zeros(1))]
+
+
+def load_file(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """The loader: called by SGLang between begin and end.
+
+    Raises:
+        SyncError: the file does not hold exactly the model's tensors.
+    """
+    from safetensors.torch import load_file as read
+
+    told = json.loads(named_tensors[0][0])
+    ours = worker()
+    state = read(told["path"])
+    ours.names.check(state)
+    held = dict(model.named_parameters(remove_duplicate=False))
+    second = {name for name in ours.names.tied if name not in held}
+    found = ours.names.checkpoint(state)
+    model.load_weights((name, tensor) for name, tensor in found.items() if name not in second)
+    if ours.recording:
+        ours.recorder.new_weights(int(told["version"]))
+
+
+def report(scheduler: Any, path: str) -> None:
+    """A method of SGLang's scheduler, called by name: write what is served to a file.
+
+    Raises:
+        SyncError: a tensor of the trainer's is not served.
+    """
+    ours = worker()
+    model = scheduler.tp_worker.model_runner.model
+    digest, fault = "", ""
+    try:
+        digest = _served(model).digest()
+    except SyncError as error:
+        fault = str(error)
+    packed = [(layer, name) for layer, experts in sorted(ours.experts.items()) for name in sorted(experts.packed)]
+    emulated = sorted(set(ours.experts) | ours.routers)
+    table = {
+        "digest": digest,
+        "fault": fault,
+        "version": ours.recorder.version,
+        "formats": reported_formats(ours.recorder, packed, emulated),
+        "sites": [[x.site, x.path, x.codes, x.scales, x.state, x.note] for x in site_table(ours) + native_lines()],
+        "bytes": ours.recorder.nbytes,
+    }
+    Path(path).write_text(json.dumps(table), encoding="utf-8")
+
+
+def _served(model: Any) -> Served:
+    ours = worker()
+    packed = {(layer, name): weight for layer, e in ours.experts.items() for name, weight in e.packed.items()}
+    stacked: dict[tuple[int, str], Tensor] = {}
+    for module in model.modules():
+        weights = getattr(module, "w13_weight", None), getattr(module, "w2_weight", None)
+        if weights[0] is not None and weights[1] is not None:
+            stacked[int(module.layer_id), "gate_up_proj"] = weights[0].detach()
+            stacked[int(module.layer_id), "down_proj"] = weights[1].detach()
+    return Served(ours.names, dict(model.named_parameters(remove_duplicate=False)), packed, stacked)
