@@ -26,7 +26,8 @@ from tracefp4.rollout.registry import engine_names, make_engine
 HARNESS = Path(__file__).parent / "harness"
 SIZES: dict[str, dict[str, Any]] = {
     "embedded": {"page_size": 4},
-    "sglang": {"page_size": 1},
+    # Optimistic, so that it admits more than fits and has to retract.
+    "sglang": {"page_size": 1, "options": {"schedule_conservativeness": 0.0}},
     "vllm": {"page_size": 32},
 }
 """What engines need besides the common sizes."""
