@@ -30,6 +30,7 @@ def run(
     task: Annotated[Path | None, typer.Option(help="Config file whose task gives the prompts.")] = None,
     own_routes: Annotated[bool, typer.Option(help="Also measure without route replay.")] = False,
     micro_tokens: Annotated[int, typer.Option(help="Padded tokens a trainer forward.")] = 8192,
+    engine: Annotated[str, typer.Option(help="Rollout engine: embedded, or an installed one.")] = "embedded",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Prompts and sampling.")] = 0,
     output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
@@ -55,6 +56,7 @@ def run(
             task=None if task is None else str(task),
             own_routes=own_routes,
             micro_tokens=micro_tokens,
+            engine=engine,
             device=device,
             seed=seed,
         ),
@@ -67,7 +69,7 @@ def run(
 
 
 def _table(found: Measurement) -> str:
-    head = f"{found.model}, {found.spec} ({found.numerics}) on {found.device}"
+    head = f"{found.model}, {found.spec} ({found.numerics}) on {found.device}, engine {found.engine}"
     head += f": {found.tokens} response tokens, {found.prompts} prompts"
     columns = [
         "trainer",

@@ -32,6 +32,7 @@ def run(
     profile: Annotated[
         bool, typer.Option(help="Say where the time goes: forward, KV dequantization, guidance. Slower.")
     ] = False,
+    engine: Annotated[str, typer.Option(help="Rollout engine: embedded, or an installed one.")] = "embedded",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Sampling seed.")] = 0,
     as_json: JsonOption = False,
@@ -58,6 +59,7 @@ def run(
             numerics=numerics,
             plan=plan,
             samples=samples,
+            engine=engine,
             device=device,
             plain=plain,
             folder=guidance_dir,

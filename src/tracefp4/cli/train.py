@@ -6,7 +6,7 @@ import os
 import signal
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -47,12 +47,13 @@ def run(
 
     with progress("warm start", tree.warm_start.steps) as warm:
         trainer = Run(tree, note=say, warm_progress=lambda step, loss: warm.advance())
-    trainer.describe(say)
-    facts = {"environment": environment(), "policy": trainer.source, "warm_start": trainer.warm_start_hash}
-    update_summary(tree.output_dir, facts)
-    with LiveMetrics(tree.steps, start=trainer.step) as live, _stop_on_interrupt() as stop:
-        trainer.note = live.note
-        trainer.train(live.update, lambda: stop.asked)
+    with closing(trainer):
+        trainer.describe(say)
+        facts = {"environment": environment(), "policy": trainer.source, "warm_start": trainer.warm_start_hash}
+        update_summary(tree.output_dir, facts)
+        with LiveMetrics(tree.steps, start=trainer.step) as live, _stop_on_interrupt() as stop:
+            trainer.note = live.note
+            trainer.train(live.update, lambda: stop.asked)
     report = _report(Path(tree.output_dir), say)
     done = {"steps": trainer.step, "interrupted": stop.asked, "output_dir": tree.output_dir, "report": report}
     verb = "stopped" if stop.asked else "finished"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ class GenerateSettings:
     plan: str = "auto"
     """``none`` records nothing."""
     samples: int = 1
+    engine: str = "embedded"
     device: str = "auto"
     plain: bool = False
     """Take prompts as they are instead of through the chat template."""
@@ -47,7 +50,7 @@ class GenerateSettings:
 
 
 def generate(wanted: GenerateSettings) -> dict[str, Any]:
-    """Generate with the embedded engine.
+    """Generate with an engine.
 
     Returns:
         ``{"model", "spec", "numerics", "plan", "sites", "samples": [...], "guidance", "profile"}``; ``sites`` is
@@ -70,9 +73,17 @@ def generate(wanted: GenerateSettings) -> dict[str, Any]:
     settings = settings.model_copy(update={"max_tokens": max(settings.max_tokens, pages * settings.page_size)})
     store: Store = MemoryStore() if wanted.folder is None else FileStore(wanted.folder)
     engine = make_engine(
-        "embedded", model=loaded.model, tokenizer=tokenizer, spec=spec, plan=plan, store=store, settings=settings
+        wanted.engine,
+        model=copy.deepcopy(loaded.model),
+        tokenizer=tokenizer,
+        spec=spec,
+        plan=plan,
+        store=store,
+        settings=settings,
     )
-    rollouts, profile = _generate(engine, requests, plan is not None, wanted.profile)
+    with closing(engine):
+        engine.sync(dict(loaded.model.named_parameters()), 0)
+        rollouts, profile = _generate(engine, requests, plan is not None, wanted.profile)
     return {
         "model": wanted.model,
         "spec": wanted.spec,

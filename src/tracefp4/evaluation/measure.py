@@ -15,7 +15,9 @@ prompts, because tokens of one prompt are not independent.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,6 +202,7 @@ class MeasureSettings:
     task: str | None = None
     own_routes: bool = False
     micro_tokens: int = 8192
+    engine: str = "embedded"
     device: str = "auto"
     seed: int = 0
 
@@ -220,13 +223,15 @@ def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: Non
     layout = describe(loaded.model)
     plans = _plans(wanted, layout.recordable_shapes(spec), layout.num_layers, note)
     requests = _requests(wanted, loaded)
-    sampled = {name: _generate(loaded, one, plan, requests, wanted.max_batch) for name, one, plan in (
-        ("fp4", spec, Plan.parse(FULL_PLAN)), ("bf16", get_spec("bf16"), None))}  # fmt: skip
-    rollouts, truth = sampled["fp4"]
+    bf16 = get_spec("bf16")
+    sampled = {
+        one.name: _generate(loaded, one, plan, requests, wanted, note)
+        for one, plan in ((spec, Plan.parse(FULL_PLAN)), (bf16, None))
+    }
+    rollouts, truth = sampled[spec.name]
     tokens = sum(len(r.response_ids) for r in rollouts)
-    note(f"generated {tokens} response tokens in FP4 and as many samples in BF16")
     gauge = Gauge(loaded.model, spec, temperature=wanted.temperature, micro_tokens=wanted.micro_tokens, note=note)
-    gauge.floor(sampled["bf16"][0])
+    gauge.floor(sampled[bf16.name][0])
     gauge.unguided(rollouts, truth)
     for plan, decoder in plans:
         gauge.guided(rollouts, truth, plan, decoder)
@@ -238,6 +243,7 @@ def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: Non
         spec=spec.name,
         numerics=wanted.numerics,
         device=_device_name(device),
+        engine=wanted.engine,
         tokens=tokens,
         prompts=wanted.prompts,
         rows=gauge.rows,
@@ -258,22 +264,32 @@ def _requests(wanted: MeasureSettings, loaded: LoadedModel) -> list[Request]:
 
 
 def _generate(
-    loaded: LoadedModel, spec: Spec, plan: Plan | None, requests: Sequence[Request], max_batch: int
+    loaded: LoadedModel,
+    spec: Spec,
+    plan: Plan | None,
+    requests: Sequence[Request],
+    wanted: MeasureSettings,
+    note: Callable[[str], None],
 ) -> tuple[list[Rollout], list[Record]]:
     store = MemoryStore()
     longest = max(len(r.prompt_ids) + r.sampling.max_new_tokens for r in requests)
-    slots = (max_batch + 2) * (longest + 32)
+    slots = (wanted.max_batch + 2) * (longest + 32)
     engine = make_engine(
-        "embedded",
+        wanted.engine,
         model=copy.deepcopy(loaded.model),
         tokenizer=loaded.tokenizer,
         spec=spec,
         plan=plan,
         store=store,
-        settings=EngineConfig(max_tokens=-(-slots // 16) * 16, page_size=16, max_batch=max_batch),
+        settings=EngineConfig(max_tokens=-(-slots // 16) * 16, page_size=16, max_batch=wanted.max_batch),
     )
-    engine.sync(dict(loaded.model.named_parameters()), 0)
-    rollouts = engine.generate(requests, guidance=plan is not None)
+    with closing(engine):
+        engine.sync(dict(loaded.model.named_parameters()), 0)
+        start = time.monotonic()
+        rollouts = engine.generate(requests, guidance=plan is not None)
+        seconds = time.monotonic() - start
+    tokens = sum(len(r.response_ids) for r in rollouts)
+    note(f"{spec.name}: {tokens} response tokens in {seconds:.1f} s ({tokens / seconds:.0f} a second)")
     if plan is None:
         return rollouts, []
     return rollouts, [frame.decode(store.get(r.guidance)) for r in rollouts if r.guidance is not None]

@@ -7,6 +7,7 @@ checkpoint are put in, and the run's own config says which task is evaluated and
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,8 @@ def evaluate_policy(wanted: EvalSettings) -> dict[str, Any]:
     prompter, task = Prompter(tokenizer, tree.task), make_task(tree.task)
     engine = make_engine(
         tree.engine,
-        model=loaded.model,
+        # A copy: the engine overwrites its experts with their quantized values, and is then sent the weights.
+        model=copy.deepcopy(loaded.model),
         tokenizer=loaded.tokenizer,
         spec=spec,
         plan=None,
@@ -70,8 +72,8 @@ def evaluate_policy(wanted: EvalSettings) -> dict[str, Any]:
     state: dict[str, Any] = dict(loaded.model.named_parameters())
     if "packed" in loaded.source and spec.weights is not None:
         state |= packed_weights(Path(loaded.source["packed"]))
-    engine.sync(state, 0)
     try:
+        engine.sync(state, 0)
         found = evaluate(
             engine,
             task,
@@ -83,6 +85,7 @@ def evaluate_policy(wanted: EvalSettings) -> dict[str, Any]:
             decode=prompter.decode,
         )
     finally:
+        engine.close()
         task.close()
     solved = [[bool(s >= wanted.threshold) for s in row] for row in found.scores]
     return {

@@ -42,6 +42,7 @@ class Measurement:
     spec: str
     numerics: str
     device: str
+    engine: str
     tokens: int
     prompts: int
     rows: list[Row] = field(default_factory=list)

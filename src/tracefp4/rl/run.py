@@ -183,6 +183,10 @@ class Run:
             self.model.get_decoder()(input_ids=ids, use_cache=False)
         return coverage(self.model, self.trainer_spec, calls)
 
+    def close(self) -> None:
+        """Release the engine, which may be processes of their own; again is harmless."""
+        self.engine.close()
+
     # The loop -------------------------------------------------------------------------------------------------------
 
     def train(self, on_step: Callable[[int, dict[str, Any]], None], stop: Callable[[], bool] = lambda: False) -> None:

@@ -30,6 +30,7 @@ from tracefp4.integrations.engines.sites import check_plan
 from tracefp4.integrations.engines.weights import Names, hollow
 from tracefp4.integrations.engines.wire import Abort, Ask, Failed, Finished, Load, Loaded, Parcel, Report, Sample
 from tracefp4.models.coverage import Coverage
+from tracefp4.models.directory import quiet
 from tracefp4.rollout.admission import Limits, check_request, recorded_shapes
 from tracefp4.rollout.engine import Capabilities, Digest, EngineStats, Progress
 from tracefp4.rollout.request import eos_token_ids
@@ -58,6 +59,8 @@ class HostedEngine:
     name = "hosted"
     backend = ""
     """``module:class`` of a :class:`~tracefp4.integrations.engines.host.Backend`."""
+    path = "emulation"
+    """Line of the capability table that this engine takes."""
 
     def __init__(
         self,
@@ -111,7 +114,8 @@ class HostedEngine:
 
     def _start(self, model: Any, settings: EngineConfig) -> None:
         path = self._folder.path / "model"
-        model.save_pretrained(path)
+        with quiet():
+            model.save_pretrained(path)
         told = EngineSettings(
             model=str(path),
             folder=str(self._folder.frames),
@@ -128,8 +132,10 @@ class HostedEngine:
             report = self._host.reply(START_LIMIT)
             if not isinstance(report, Report):
                 raise EngineError(f"{self.name} did not start within {START_LIMIT:.0f} s; see {self._folder.path}")
-            check_plan(self.plan, report.sites)
+            check_plan(self.plan, [line for line in report.sites if line.path == self.path])
             undo.pop_all()
+        for file in path.glob("*.safetensors"):
+            file.unlink()  # Read by now, and shared memory is dear.
         self.report = report
         """What the engine said when it had started: capability table, versions."""
 
