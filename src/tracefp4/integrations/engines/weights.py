@@ -154,8 +154,10 @@ class Served:
                 yield name, (self._plain(name),)
             elif key in self._packed:
                 yield name, tuple(self._packed[key].parts())
-            else:
+            elif key in self._stacked:
                 yield name, (self._stacked[key],)
+            else:
+                raise SyncError(f"{name!r} is not among the stacked experts that the engine serves")
 
     def _plain(self, name: str) -> Tensor:
         return self._cut(self._names.plain(name), name)

@@ -5,6 +5,9 @@ A process that was not told to record is left exactly as it is.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from tracefp4.integrations.engines.settings import active_settings
 from tracefp4.integrations.sglang.worker import KEY
 
@@ -37,8 +40,25 @@ def register() -> None:
         hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", kv.no_fused_write, HookType.REPLACE)
         rotary = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding"
         hook(f"{rotary}.try_bf16_rope_store", kv.no_fused_store, HookType.REPLACE)
+    hook("sglang.srt.model_loader.utils.get_model_architecture", same_architecture, HookType.AROUND)
     _replace_hash()
     _add_report(refit.report)
+
+
+def same_architecture(original: Callable[..., Any], model_config: Any) -> Any:
+    """Around ``get_model_architecture(model_config)``: our method changes no architecture.
+
+    SGLang serves a quantized Mixtral, by any method that is not on a list of its own, with another model class, whose
+    experts are separate linear layers that no method for routed experts sees.
+    """
+    method = model_config.quantization
+    if method != KEY:
+        return original(model_config)
+    model_config.quantization = None
+    try:
+        return original(model_config)
+    finally:
+        model_config.quantization = method
 
 
 def _register_quantization() -> None:
