@@ -26,7 +26,7 @@ from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
 from tracefp4.guidance.store import Store, make_key
 from tracefp4.rollout.capture import Capture, Rows
-from tracefp4.rollout.pool import KVPool, PageAllocator
+from tracefp4.rollout.pool import KVPool, PageAllocator, StoredKV
 from tracefp4.rollout.request import Sequence
 
 ROWS_AT_ONCE = 32768
@@ -142,7 +142,7 @@ class Harvester:
 
 
 def gather(
-    capture: Capture, pool: KVPool | None, slots: Tensor, expected: Tensor, plan: Plan
+    capture: Capture, pool: StoredKV | None, slots: Tensor, expected: Tensor, plan: Plan
 ) -> tuple[Tensor, dict[Site, SiteRecord]]:
     """Read the rows of some slots and cut them to a plan's bits.
 
@@ -176,7 +176,7 @@ def gather(
     return valid, sites
 
 
-def _from_pool(shape: SiteShape, pool: KVPool | None, slots: Tensor, valid: Tensor, plan: Plan) -> SiteRecord:
+def _from_pool(shape: SiteShape, pool: StoredKV | None, slots: Tensor, valid: Tensor, plan: Plan) -> SiteRecord:
     if pool is None:
         raise EngineError(f"plan {str(plan)!r} records site {shape.site}, but there is no pool to read it from")
     packed, scales = (part.to(slots.device) for part in pool.stored(shape.site.layer, shape.site.kind, slots))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -108,6 +108,14 @@ def kv_sizes(layout: ModelLayout) -> dict[Kind, tuple[int, int]]:
     if layout.latent_rank is not None and layout.rope_dim is not None:
         return {Kind.LATENT: (1, layout.latent_rank), Kind.K: (1, layout.rope_dim)}
     return {Kind.K: (layout.kv_heads, layout.head_dim), Kind.V: (layout.kv_heads, layout.v_head_dim)}
+
+
+class StoredKV(Protocol):
+    """What a finished request's K and V are read from."""
+
+    def stored(self, layer: int, kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`KVPool.stored`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from tracefp4.integrations.engines.wire import Channel, Close, Failed
 
 _GRACE = 20.0
 """Seconds that an engine has to shut down."""
+_TIDY = 0.3
+"""Seconds that helpers of its processes have to remove what they shared."""
 
 
 class HostProcess:
@@ -87,6 +89,7 @@ class HostProcess:
                 self.channel.send(Close())
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_GRACE)
+            time.sleep(_TIDY)
             # Its own children carry its session: whatever is left of them ends here.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tracefp4.core import Handle, Kind, Site
 from tracefp4.errors import EngineError
+from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.spec import Spec
 from tracefp4.guidance.frame import encode
 from tracefp4.guidance.plan import Plan
@@ -36,7 +37,7 @@ from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.rollout.admission import recorded_shapes
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.harvest import gather
-from tracefp4.rollout.pool import KVPool, kv_sizes
+from tracefp4.rollout.pool import KVPool, StoredKV, kv_sizes
 
 _PRIMES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 _HOST = torch.device("cpu")
@@ -75,6 +76,7 @@ class Recorder:
         step_tokens: tokens of the largest forward pass.
         dtype: of the model.
         device: that the model runs on.
+        pool: the engine's own FP4 pool, where it has one; else K and V are rounded here.
 
     Raises:
         EngineError: a plan without a store, or KV numerics that a pool cannot store.
@@ -91,6 +93,7 @@ class Recorder:
         step_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        pool: StoredKV | None = None,
     ) -> None:
         if plan is not None and store is None:
             raise EngineError(f"plan {str(plan)!r} records guidance, but there is no store to put it into")
@@ -99,7 +102,10 @@ class Recorder:
         bits = 4 if plan is None else plan.bits
         self._step = Capture(layout, shapes, bits, step_tokens, device)
         self.mirror = Capture(layout, shapes, bits, slots, _HOST)
-        self.pool = None if spec.kv is None else KVPool(layout, spec, slots, dtype, device)
+        self.pool: StoredKV | None = pool
+        self._own: KVPool | None = None
+        if spec.kv is not None and pool is None:
+            self.pool = self._own = KVPool(layout, spec, slots, dtype, device)
         self._index = {layer: index for index, layer in enumerate(layout.moe_layers)}
         self._lines = torch.arange(step_tokens, device=device)
         self._tickets = torch.zeros(step_tokens, dtype=torch.int32, device=device)
@@ -113,7 +119,7 @@ class Recorder:
     @property
     def nbytes(self) -> int:
         """Bytes of mirror, step buffer and KV codes."""
-        return self.mirror.nbytes + self._step.nbytes + (0 if self.pool is None else self.pool.nbytes)
+        return self.mirror.nbytes + self._step.nbytes + (0 if self._own is None else self._own.nbytes)
 
     @property
     def capacity(self) -> int:
@@ -151,6 +157,12 @@ class Recorder:
         self._count(str(site))
         return Operand(q.operand(), q.decode_scale())
 
+    def observe(self, site: Site, q: Quantized) -> None:
+        """Record an outcome that the engine's own quantizer produced, one row a token in flight."""
+        lines, stamps = self._batch(q.codes.shape[0])
+        self._step.write(site, q, lines, stamps, None)
+        self._count(str(site))
+
     def key_value(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Round K and V to the cache's format, keep their codes, and return what the cache stands for.
 
@@ -160,12 +172,12 @@ class Recorder:
             k: ``(T, heads, head_dim)`` after RoPE.
             v: ``(T, heads, v_head_dim)``.
         """
-        if self.pool is None:
+        if self._own is None:
             return k, v
         kinds = kv_sizes(self.layout)
         shapes = {Kind.K: kinds[Kind.K], Kind.V: kinds[Kind.V]}
         parts = {kind: x.reshape(-1, *shapes[kind]) for kind, x in ((Kind.K, k), (Kind.V, v))}
-        q = self.pool.write(layer, slots.to(torch.int64), parts)
+        q = self._own.write(layer, slots.to(torch.int64), parts)
         if q is None:
             return k, v
         self._count(f"{layer}.{Kind.K}")

@@ -7,6 +7,7 @@ arrives as the engine computed it.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from typing import Any, Literal
@@ -81,6 +82,10 @@ class Finished(msgspec.Struct, tag=True, frozen=True):
     invalid_rows: int = 0
 
 
+State = Literal["recorded", "not planned", "fused away", "not quantized", "not bound", "expected, not run"]
+"""What becomes of a site here."""
+
+
 class SiteLine(msgspec.Struct, frozen=True):
     """One line of the capability table; see :mod:`tracefp4.integrations.engines.sites`."""
 
@@ -88,7 +93,7 @@ class SiteLine(msgspec.Struct, frozen=True):
     path: str
     codes: bool
     scales: bool
-    state: Literal["recorded", "not planned", "fused away", "not quantized", "expected, not run"]
+    state: State
     note: str = ""
 
 
@@ -138,16 +143,25 @@ class Channel:
         self._rest = bytearray()
 
     def send(self, message: Order | Reply) -> None:
-        """Send one message.
+        """Send one message. What arrives meanwhile is kept, so two ends that send at once do not wait for each other.
 
         Raises:
             EngineError: the other end is gone.
         """
         data = self._encoder.encode(message)
+        left = memoryview(_LENGTH.pack(len(data)) + data)
+        self.connection.setblocking(False)
         try:
-            self.connection.sendall(_LENGTH.pack(len(data)) + data)
+            while len(left):
+                readable, writable, _ = select.select([self.connection], [self.connection], [])
+                if readable:
+                    self._read()
+                if writable:
+                    left = left[self.connection.send(left) :]
         except OSError as error:
             raise EngineError(f"the other process is gone: {error}") from error
+        finally:
+            self.connection.setblocking(True)
 
     def receive(self, timeout: float | None = None) -> Any:
         """The next reply; ``None`` if none came within ``timeout`` seconds.
@@ -169,10 +183,7 @@ class Channel:
         self.connection.settimeout(timeout)
         try:
             while (size := self._size()) is None or len(self._rest) < _LENGTH.size + size:
-                part = self.connection.recv(1 << 20)
-                if not part:
-                    raise EngineError("the other process is gone: it closed the connection")
-                self._rest += part
+                self._read()
         except (TimeoutError, BlockingIOError):
             return None
         except OSError as error:
@@ -185,6 +196,12 @@ class Channel:
             return decoder.decode(data)
         except msgspec.DecodeError as error:
             raise EngineError(f"a message between the processes cannot be read: {error}") from error
+
+    def _read(self) -> None:
+        part = self.connection.recv(1 << 20)
+        if not part:
+            raise EngineError("the other process is gone: it closed the connection")
+        self._rest += part
 
     def _size(self) -> int | None:
         return _LENGTH.unpack_from(self._rest)[0] if len(self._rest) >= _LENGTH.size else None

@@ -20,6 +20,7 @@ from tracefp4.integrations.engines.handover import put_routes
 from tracefp4.integrations.engines.recorder import Recorder, Step
 from tracefp4.integrations.engines.sites import check_plan, render_sites
 from tracefp4.integrations.sglang.native import site_table
+from tracefp4.integrations.sglang.observe import NativePool
 from tracefp4.integrations.sglang.worker import KEY, worker
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ def make_capturer(*, model: Any, model_config: Any, num_tokens: int, max_running
     # A page of padding slots lies behind the pool; a mixed batch holds a chunk and every running request.
     slots = -(-(num_tokens + 1) // CHUNK) * CHUNK + 256
     tokens = max(prefill, 64) + max_running_requests
-    recorder = ours.set_up(slots, tokens, model_config.dtype, torch.device(device))
+    native = None if ours.settings.emulate or ours.spec.kv is None else NativePool(lambda: ours.kv_pool)
+    recorder = ours.set_up(slots, tokens, model_config.dtype, torch.device(device), native)
     logger.info("tracefp4 keeps %d bytes for %d slots", recorder.nbytes, slots)
     return SlotCapturer(recorder)
 
@@ -105,6 +107,7 @@ def begin_forward(*args: Any, **kwargs: Any) -> None:
     batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[1]
     if runner.is_draft_worker or not worker().recording or batch.out_cache_loc is None:
         return
+    worker().kv_pool = runner.token_to_kv_pool
     slots = batch.out_cache_loc_virtual if batch.out_cache_loc_virtual is not None else batch.out_cache_loc
     count = slots.numel()
     worker().recorder.begin(slots, batch.positions[:count], batch.input_ids[:count])

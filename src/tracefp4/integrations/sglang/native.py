@@ -7,11 +7,18 @@ its own, with the codes as its result. Read in the source of SGLang 0.5.23 (``sr
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tracefp4.core import Kind
-from tracefp4.integrations.engines.wire import SiteLine
+from tracefp4.integrations.engines.wire import SiteLine, State
+from tracefp4.integrations.sglang.observe import Watch, note_layer
+
+EMULATION = "emulation"
+"""Name of our own path in the table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +26,13 @@ class Path:
     """One way in which SGLang computes routed experts in FP4."""
 
     name: str
-    """Value of ``--moe-runner-backend``."""
+    """Value of ``--moe-runner-backend``, and what else selects it."""
     quantizer: str | None
-    """Function that quantizes the experts' input outside of a kernel, ``module:name``; ``None``: inside."""
-    middle: str | None
-    """The same for the input of the down projection."""
+    """Function that quantizes the experts' input outside of a kernel; ``None``: inside."""
+    hook: str | None
+    """Method of :class:`~tracefp4.integrations.sglang.observe.Watch` that is bound after it."""
+    middle: State
+    """What becomes of the input of the down projection."""
     note: str
 
 
@@ -31,19 +40,32 @@ _MOE = "sglang.srt.layers.moe.moe_runner"
 PATHS: tuple[Path, ...] = (
     Path(
         "flashinfer_trtllm",
-        f"{_MOE}.flashinfer_trtllm:quantize_hidden_states_fp4",
-        None,
-        "one scalar global scale, or one a token with nvfp4_online; SwiGLU and its rounding inside the kernel",
+        f"{_MOE}.flashinfer_trtllm.quantize_hidden_states_fp4",
+        "hidden_states",
+        "fused away",
+        "static scalar scale (modelopt_fp4); SwiGLU and its rounding inside the kernel",
     ),
-    Path("flashinfer_cutlass", None, None, "takes bfloat16 and rounds inside; outside only at a DP all-gather"),
+    Path(
+        "flashinfer_trtllm, nvfp4_online",
+        "flashinfer.nvfp4_quantize",
+        "per_token",
+        "fused away",
+        "one FP32 scale a token",
+    ),
     Path(
         "flashinfer_cutedsl",
-        "sglang.srt.layers.quantization.fp4_utils:fp4_quantize",
-        None,
-        "standard layout; the down projection's input inside the wrapper",
+        f"{_MOE}.flashinfer_cutedsl.fp4_quantize",
+        "fp4_quantize",
+        "fused away",
+        "static scalar scale; the down projection's input inside the wrapper",
     ),
-    Path("megamoe", None, None, "rounds at dispatch, and inside"),
-    Path("marlin", None, None, "W4A16: activations are not quantized at all"),
+    Path(
+        "flashinfer_cutedsl, nvfp4_online", "flashinfer.nvfp4_quantize", "per_token", "fused away", "one scale a token"
+    ),
+    Path("flashinfer_cutedsl masked", None, None, "not bound", "DeepEP only, which is refused: rows by expert"),
+    Path("flashinfer_cutlass", None, None, "fused away", "takes bfloat16 and rounds inside"),
+    Path("megamoe", None, None, "fused away", "rounds at dispatch, and inside"),
+    Path("marlin", None, None, "not quantized", "W4A16: activations are not quantized at all"),
 )
 
 
@@ -51,12 +73,10 @@ def native_lines() -> list[SiteLine]:
     """The table of all native paths."""
     lines = []
     for path in PATHS:
-        for kind, function in ((Kind.EXPERTS_IN, path.quantizer), (Kind.EXPERTS_MID, path.middle)):
-            shown = function is not None
-            state = "expected, not run" if shown else "fused away"
-            if path.name == "marlin":
-                state = "not quantized"
-            lines.append(SiteLine(str(kind), path.name, shown, shown, state, path.note))
+        shown = path.hook is not None
+        state = "expected, not run" if shown else path.middle
+        lines.append(SiteLine(str(Kind.EXPERTS_IN), path.name, shown, shown, state, path.note))
+        lines.append(SiteLine(str(Kind.EXPERTS_MID), path.name, False, False, path.middle, path.note))
     for kind in (Kind.K, Kind.V):
         note = "packed codes and linear scales lie in the pool by slot; one gather when a request ends"
         lines.append(SiteLine(str(kind), "--kv-cache-dtype nvfp4", True, True, "expected, not run", note))
@@ -69,13 +89,49 @@ def site_table(ours: Any) -> list[SiteLine]:
     Args:
         ours: the :class:`~tracefp4.integrations.sglang.worker.Worker`.
     """
+    if not ours.settings.emulate:
+        backend = _backend()
+        chosen = [line for line in native_lines() if line.path.startswith((backend, "--kv-cache-dtype"))]
+        return chosen or native_lines()
     planned = set() if ours.plan is None else set(ours.plan.kinds)
     lines = []
     for kind in (Kind.EXPERTS_IN, Kind.EXPERTS_MID, Kind.K, Kind.V):
         numerics = ours.spec.for_kind(kind)
         if numerics is None:
-            lines.append(SiteLine(str(kind), "emulation", False, False, "not quantized"))
+            lines.append(SiteLine(str(kind), EMULATION, False, False, "not quantized"))
             continue
         state = "recorded" if kind in planned else "not planned"
-        lines.append(SiteLine(str(kind), "emulation", True, True, state, numerics.name))
+        lines.append(SiteLine(str(kind), EMULATION, True, True, state, numerics.name))
     return lines
+
+
+def _backend() -> str:
+    from sglang.srt.layers.moe.utils import get_moe_runner_backend
+
+    return get_moe_runner_backend().value
+
+
+def bind_observers(register: Callable[[str, Any, str], None], watch: Watch) -> list[str]:
+    """Hook every quantizer of :data:`PATHS` that can be imported here; returns their names.
+
+    Args:
+        register: ``(target, hook, kind)`` with kind ``after`` or ``around``.
+        watch: what sees their results.
+    """
+    register("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl", note_layer, "around")
+    bound: list[str] = []
+    for path in PATHS:
+        if path.quantizer is not None and path.hook is not None and path.quantizer not in bound:
+            module, _, name = path.quantizer.rpartition(".")
+            if importlib.util.find_spec(module.partition(".")[0]) is None or not _has(module, name):
+                continue
+            register(path.quantizer, getattr(watch, path.hook), "after")
+            bound.append(path.quantizer)
+    return bound
+
+
+def _has(module: str, name: str) -> bool:
+    try:
+        return getattr(importlib.import_module(module), name, None) is not None
+    except ImportError:
+        return False

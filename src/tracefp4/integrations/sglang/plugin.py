@@ -35,7 +35,9 @@ def register() -> None:
     hook(f"{streamer}.is_request_level_customized_info_key", capture.whole_field, HookType.AFTER)
     info = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
     hook(f"{info}.from_schedule_batch", seeds.give_seeds, HookType.AFTER)
-    if settings.spec.kv is not None:
+    if not settings.emulate:
+        _observe()
+    elif settings.spec.kv is not None:
         hook("sglang.srt.layers.radix_attention.RadixAttention.forward", kv.round_key_value, HookType.BEFORE)
         hook("sglang.srt.models.utils.enable_fused_set_kv_buffer", kv.no_fused_write, HookType.REPLACE)
         rotary = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding"
@@ -70,6 +72,20 @@ def _register_quantization() -> None:
     quantization.QUANTIZATION_METHODS[KEY] = TraceConfig
     quantization.CPU_QUANTIZATION_METHODS[KEY] = TraceConfig
     add_quantization_method_choices([KEY])
+
+
+def _observe() -> None:
+    """SGLang has kernels of its own for the spec: look on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from tracefp4.integrations.sglang.native import bind_observers
+    from tracefp4.integrations.sglang.observe import Watch
+    from tracefp4.integrations.sglang.worker import worker
+
+    def register(target: str, hook: Any, kind: str) -> None:
+        HookRegistry.register(target, hook, HookType(kind))
+
+    bind_observers(register, Watch(lambda: worker().recorder))
 
 
 def _replace_hash() -> None:

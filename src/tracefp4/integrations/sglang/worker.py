@@ -20,6 +20,7 @@ from tracefp4.integrations.engines.recorder import Recorder
 from tracefp4.integrations.engines.settings import EngineSettings, active_settings
 from tracefp4.integrations.engines.weights import Names, skeleton
 from tracefp4.models.sites import Operand
+from tracefp4.rollout.pool import StoredKV
 
 KEY = "tracefp4"
 """Name of the quantization method, of the request option, and of the reply's field."""
@@ -38,6 +39,8 @@ class Worker:
         self.experts: dict[int, EmulatedExperts] = {}
         self.routers: set[int] = set()
         """Layers whose routes were met."""
+        self.kv_pool: Any = None
+        """SGLang's own pool."""
         self.store = FileStore(settings.folder)
         self._recorder: Recorder | None = None
 
@@ -57,8 +60,10 @@ class Worker:
         """Whether the recorder is there."""
         return self._recorder is not None
 
-    def set_up(self, slots: int, step_tokens: int, dtype: torch.dtype, device: torch.device) -> Recorder:
-        """Make the recorder."""
+    def set_up(
+        self, slots: int, step_tokens: int, dtype: torch.dtype, device: torch.device, pool: StoredKV | None = None
+    ) -> Recorder:
+        """Make the recorder; ``pool`` is SGLang's own FP4 pool where it has one."""
         self._recorder = Recorder(
             self.names.layout,
             self.spec,
@@ -68,6 +73,7 @@ class Worker:
             step_tokens=step_tokens,
             dtype=dtype,
             device=device,
+            pool=pool,
         )
         return self._recorder
 
