@@ -1,6 +1,8 @@
 # make demo   train a small policy with FP4 rollouts on a CPU and write a report
 # make test   install what the tests need and run them        make test ARGS="tests/formats -k pack"
 # make lint   style, format, types, and who may import whom
+# make sglang          an environment with SGLang for machines without a GPU (.venv-sglang)
+# make test-sglang     run the engine suite on it
 #
 # Everything lives in .venv. Stamp files remember what is installed, so a second call starts at once.
 
@@ -9,13 +11,17 @@ VENV   ?= .venv
 # PyPI's wheel of torch for Linux brings CUDA libraries of several GB. For a smaller one without them:
 #   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH  ?= torch==2.13.0
+# Environments of engines; a folder that outlives the checkout saves building them again.
+ENGINES ?= .
 CONFIG ?= configs/quickstart.toml
 ARGS   ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: help demo dev test lint format clean
+SGLANG := $(ENGINES)/.venv-sglang
+
+.PHONY: help demo dev test lint format clean sglang test-sglang
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -57,9 +63,24 @@ lint: $(VENV)/.dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-logo
 
+# SGLang's own list of dependencies is one of CUDA libraries, so it is installed without; requirements/ has the rest.
+$(SGLANG)/.done: requirements/sglang-cpu.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH)
+	$(SGLANG)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/sglang-cpu.txt
+	$(SGLANG)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps sglang==0.5.23
+	$(SGLANG)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
+	@touch $@
+
+sglang: $(SGLANG)/.done
+
+# The engine's processes find this checkout by PYTHONPATH, whichever one the environment was made from.
+test-sglang: $(SGLANG)/.done
+	PYTHONPATH=$(CURDIR)/src $(SGLANG)/bin/python -m pytest -m "not slow" tests/engines tests/integrations $(ARGS)
+
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .coverage htmlcov
+	rm -rf $(VENV) $(SGLANG) .pytest_cache .ruff_cache .import_linter_cache .coverage htmlcov

@@ -20,6 +20,8 @@ in the process that runs the model meets three tensors on the way and hands them
 ``coverage``              the coverage table of an engine, from what its plugin really bound
 ``wire``                  messages between the trainer's process and the one that hosts an engine
 ``host``                  the loop of that hosting process
+``receipt``               from a host's reply to a rollout
+``refit``                 new weights: a file, and the checksum that comes back
 ``hosted``                :class:`tracefp4.rollout.engine.Engine` on top of it
 ``selfcheck``             a prompt whose codes and log-probs must match after new weights
 ========================  ==============================================================================================

@@ -30,24 +30,24 @@ def reported_formats(recorder: Recorder, packed: Iterable[tuple[int, str]], obse
     """
     spec, found = recorder.spec, list[Format]()
 
-    def add(layer: int, kind: str, name: str, calls: int = 0) -> None:
+    def add(layer: int, kind: str, calls: int = 0) -> None:
         numerics = {"gate_up": spec.weights, "down": spec.weights, "routes": None}.get(kind)
         if kind in tuple(Kind):
             numerics = spec.for_kind(Kind(kind))
         if numerics is not None or kind == "routes":
-            named = ("", "") if numerics is None else (numerics.name, numerics.hash)
-            found.append((layer, kind, *named, calls))
+            name, digest = ("", "") if numerics is None else (numerics.name, numerics.hash)
+            found.append((layer, kind, name, digest, calls))
 
     for layer, projection in packed:
-        add(layer, projection.removesuffix("_proj"), projection)
+        add(layer, projection.removesuffix("_proj"))
     for layer in observed:
         for kind in EXPERT_KINDS:
-            add(layer, str(kind), str(kind), recorder.calls.get(f"{layer}.{kind}", 0))
-        add(layer, "routes", "routes", recorder.calls.get(f"{layer}.routes", 0))
+            add(layer, str(kind), recorder.calls.get(f"{layer}.{kind}", 0))
+        add(layer, "routes", recorder.calls.get(f"{layer}.routes", 0))
     if recorder.pool is not None:
         for layer in recorder.layout.kv_layers:
             for kind in (Kind.K, Kind.V):
-                add(layer, str(kind), str(kind), recorder.calls.get(f"{layer}.{Kind.K}", 0))
+                add(layer, str(kind), recorder.calls.get(f"{layer}.{Kind.K}", 0))
     return found
 
 

@@ -9,26 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tracefp4.config import EngineConfig
-from tracefp4.core import Handle, Kind, Request, Rollout
+from tracefp4.core import Kind, Request, Rollout, SamplingParams
 from tracefp4.errors import EngineError, SyncError
 from tracefp4.formats.spec import Spec
+from tracefp4.guidance.frame import decode
 from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.record import Record
 from tracefp4.guidance.store import Store, make_key
 from tracefp4.integrations.engines.coverage import engine_coverage
-from tracefp4.integrations.engines.handover import Folder, read_routes
+from tracefp4.integrations.engines.handover import Folder
 from tracefp4.integrations.engines.process import HostProcess
+from tracefp4.integrations.engines.receipt import count, discard, receive
+from tracefp4.integrations.engines.refit import push_weights
+from tracefp4.integrations.engines.selfcheck import SelfCheck, probe_prompt, self_check
 from tracefp4.integrations.engines.settings import EngineSettings, dump_spec
 from tracefp4.integrations.engines.sites import check_plan
 from tracefp4.integrations.engines.weights import Names, hollow
-from tracefp4.integrations.engines.wire import Abort, Ask, Failed, Finished, Load, Loaded, Parcel, Report, Sample
+from tracefp4.integrations.engines.wire import Abort, Ask, Failed, Finished, Report, Sample
 from tracefp4.models.coverage import Coverage
 from tracefp4.models.directory import quiet
 from tracefp4.rollout.admission import Limits, check_request, recorded_shapes
@@ -91,6 +96,8 @@ class HostedEngine:
         self._waiting: dict[str, tuple[Request, int]] = {}
         self._version: int | None = 0
         self._arrivals = 0
+        self.self_check: SelfCheck | None = None
+        """What the last probe showed; see :meth:`check`."""
         self._later: list[Finished | Failed] = []
         """Replies that came while something else was waited for."""
         self._folder = Folder()
@@ -294,53 +301,16 @@ class HostedEngine:
         if isinstance(reply, Failed):
             raise EngineError(f"{self.name} refused sample {reply.key!r}: {reply.reason}")
         request, sample = self._pop(reply.key)
-        stats = self._stats
-        stats.finished += 1
-        stats.prefill_tokens += len(request.prompt_ids) - reply.cached_tokens
-        stats.shared_tokens += reply.cached_tokens
-        stats.decode_tokens += len(reply.tokens) - 1
-        stats.retractions += reply.retractions
-        stats.invalid_rows += reply.invalid_rows
-        guidance = None
-        if reply.guidance is not None and self._store is not None:
-            guidance = self._folder.move(self._handle(reply.guidance), self._store)
-            stats.guidance_bytes += guidance.nbytes
-        return self._rollout(request, sample, reply, self._take_routes(reply.routes), guidance)
+        rollout = receive(self._folder, self._store, request, sample, reply)
+        count(self._stats, rollout, reply)
+        return rollout
 
     def _give_up(self, reply: Finished | Failed) -> Rollout:
         request, sample = self._pop(reply.key)
         self._stats.aborted += 1
         if isinstance(reply, Failed):
             reply = Finished(reply.key, [], [], "abort", self.weight_version)
-        for parcel in (reply.guidance, reply.routes):
-            if parcel is not None:
-                self._folder.take(self._handle(parcel))
-        rollout = self._rollout(request, sample, reply, None, None)
-        rollout.finish_reason = "abort"
-        return rollout
-
-    def _rollout(
-        self, request: Request, sample: int, reply: Finished, routes: Tensor | None, guidance: Handle | None
-    ) -> Rollout:
-        return Rollout(
-            request_id=request.id,
-            sample=sample,
-            prompt_ids=request.prompt_ids,
-            response_ids=tuple(reply.tokens),
-            logprobs=tuple(reply.logprobs),
-            weight_version=reply.version,
-            finish_reason=reply.finish,
-            routes=routes,
-            guidance=guidance,
-        )
-
-    def _take_routes(self, parcel: Parcel | None) -> Tensor | None:
-        if parcel is None:
-            return None
-        return read_routes(self._folder.take(self._handle(parcel)), tuple(parcel.shape), parcel.dtype)
-
-    def _handle(self, parcel: Parcel) -> Handle:
-        return Handle(str(self._folder.frames), parcel.key, parcel.nbytes)
+        return discard(self._folder, request, sample, reply)
 
     def _pop(self, key: str) -> tuple[Request, int]:
         request, sample = self._waiting.pop(key)
@@ -368,25 +338,37 @@ class HostedEngine:
                 f"{len(self._requests)} requests are in flight; a rollout must come from one version of the weights"
             )
         self._version = None
-        self._names.check(state)
-        self._check_dtypes(state)
-        path = self._folder.path / "weights.safetensors"
-        # Each by itself: tied parameters would be refused as sharing memory, and slices as not contiguous.
-        whole = {name: state[name].detach().cpu().contiguous() for name in self._names.parameters}
-        save_file(whole, path)
-        del whole
-        try:
-            self._host.channel.send(Load(str(path), version))
-            reply = self._host.reply(START_LIMIT)
-        except EngineError as error:
-            raise SyncError(f"the weights of version {version} did not arrive: {error}") from error
-        finally:
-            path.unlink(missing_ok=True)
-        if not isinstance(reply, Loaded) or reply.version != version:
-            raise SyncError(f"the engine did not confirm the weights of version {version}")
+        digest = push_weights(self._host, self._folder, self._names, self._dtype, state, version)
         self._version = version
+        if self.self_check is None:
+            self.check(state)
         self._stats.syncs += 1
-        return reply.digest
+        return digest
+
+    def check(self, state: Mapping[str, Tensor]) -> SelfCheck:
+        """Compare codes and log-probs of a probe prompt with the trainer's arithmetic.
+
+        Done at the first sync, and not counted in :attr:`stats`.
+
+        Args:
+            state: the weights that are served.
+
+        Raises:
+            SyncError: they do not match; then the engine serves nothing until a sync succeeds.
+        """
+        counts = replace(self._stats)
+        sampling = SamplingParams(max_new_tokens=4, seed=0)
+        rollouts = self.generate([Request("self-check", probe_prompt(self._vocabulary), 1, sampling)])
+        records: list[Record] | None = None
+        handle = rollouts[0].guidance
+        if handle is not None and self._store is not None:
+            records = [decode(bytes(self._store.get(handle)))]
+            self._store.delete(handle)
+        self._stats = counts
+        version, self._version = self._version, None
+        self.self_check = self_check(self._names.model, state, self.spec, rollouts, records)
+        self._version = version
+        return self.self_check
 
     def digest(self) -> Digest:
         """Checksum of the weights it serves; equal to :func:`tracefp4.models.packing.model_digest` of the trainer's."""
@@ -413,11 +395,3 @@ class HostedEngine:
         if not isinstance(reply, Report):
             raise EngineError(f"{self.name} did not say what it serves")
         return reply
-
-    def _check_dtypes(self, state: Mapping[str, Tensor]) -> None:
-        for name in self._names.parameters:
-            if state[name].dtype != self._dtype:
-                raise SyncError(
-                    f"{name!r} is {state[name].dtype}, the engine computes in {self._dtype}; convert it first, as the "
-                    "trainer's own forward does, so that both sides quantize the same numbers"
-                )

@@ -57,7 +57,7 @@ class Names:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self.model = model
         self.layout: ModelLayout = describe(model)
         self.parameters: dict[str, tuple[int, ...]] = {n: tuple(p.shape) for n, p in model.named_parameters()}
         self.experts = {
@@ -94,7 +94,7 @@ class Names:
         from transformers.core_model_loading import revert_weight_conversion
 
         whole = {name: state[name].detach() for name in self.parameters}
-        found: dict[str, Tensor] = dict(revert_weight_conversion(self._model, whole))
+        found: dict[str, Tensor] = dict(revert_weight_conversion(self.model, whole))
         return found | {name: found[self._plain[owner]] for name, owner in self.tied.items()}
 
     def plain(self, name: str) -> str:
@@ -107,7 +107,7 @@ class Names:
 
         names = [name for name in self.parameters if name not in self.experts]
         marks = {name: torch.empty(0, index, device="meta") for index, name in enumerate(names)}
-        found = revert_weight_conversion(self._model, marks)
+        found = revert_weight_conversion(self.model, marks)
         by_mark = {tensor.shape[1]: name for name, tensor in found.items()}
         return {name: by_mark[index] for index, name in enumerate(names)}
 

@@ -15,11 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tracefp4.core import FinishReason
 from tracefp4.errors import EngineError
 from tracefp4.integrations.engines.settings import EngineSettings
 from tracefp4.integrations.engines.wire import Failed, Finished, Parcel, Report, Sample, SiteLine
 from tracefp4.integrations.sglang.refit import LOADER, announcement
 from tracefp4.integrations.sglang.worker import KEY
+
+_FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 class SGLangBackend:
@@ -151,6 +154,8 @@ def finished(key: str, found: dict[str, Any]) -> Finished:
     ours = meta.get(KEY) or [{}]
     ours = ours[0] if isinstance(ours, list) else ours
     kind = (meta.get("finish_reason") or {"type": "abort"})["type"]
+    if kind not in _FINISH:
+        raise EngineError(f"SGLang ended sample {key!r} for a reason that is not known: {kind!r}")
     guidance, routes = ours.get("guidance"), ours.get("routes")
     tokens = list(found["output_ids"])
     logprobs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or []]
@@ -158,7 +163,7 @@ def finished(key: str, found: dict[str, Any]) -> Finished:
         key=key,
         tokens=tokens[: len(logprobs)],
         logprobs=logprobs[: len(tokens)],
-        finish=kind,
+        finish=_FINISH[kind],
         version=int(ours.get("version", 0)),
         routes=None if routes is None else Parcel(*routes),
         guidance=None if guidance is None else Parcel(*guidance),
