@@ -84,6 +84,8 @@ class SGLangEngine(HostedEngine):
                 "sampling_backend": "pytorch",
                 "disable_cuda_graph": True,
                 "mem_fraction_static": 0.5,
+                # Else an idle scheduler spins, on a core that the trainer needs.
+                "sleep_on_idle": True,
             }
         else:
             server |= {"moe_runner_backend": "triton"}
