@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tracefp4.core import Handle, Kind, Site
+from tracefp4.core import Handle, Kind, Request, SamplingParams, Site
 from tracefp4.errors import ConfigError, EngineError, GuidanceCorrupt, GuidanceMissing, SyncError
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.file_store import FileStore
@@ -20,6 +20,7 @@ from tracefp4.integrations.engines.experts import EmulatedExperts
 from tracefp4.integrations.engines.handover import Folder, put_routes, read_routes
 from tracefp4.integrations.engines.host import Host
 from tracefp4.integrations.engines.recorder import Recorder, tickets
+from tracefp4.integrations.engines.selfcheck import probe_prompt, self_check
 from tracefp4.integrations.engines.settings import EngineSettings, dump_spec, load_spec, read_settings
 from tracefp4.integrations.engines.sites import check_plan, render_sites
 from tracefp4.integrations.engines.weights import Names, Served, hollow
@@ -31,6 +32,7 @@ from tracefp4.models.operands import widened
 from tracefp4.models.packing import model_digest, pack_weight
 from tracefp4.models.tiny import tiny_model
 from tracefp4.quantizers.nearest import quantize_nearest
+from tracefp4.rollout.embedded import EmbeddedEngine
 from tracefp4.training.sites import TrainerSites
 
 SPEC = get_spec("nvfp4-w4a4-kv4")
@@ -392,6 +394,33 @@ def test_a_state_that_is_not_the_models_is_refused():
         names.check(state | {"extra": torch.zeros(1)})
     with pytest.raises(SyncError, match="has shape"):
         names.check(state | {first: torch.zeros(1)})
+
+
+# Self-check ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["r1-all+mid", "r4-all", None])
+def test_a_probe_of_the_same_model_passes_and_one_of_another_does_not(plan):
+    model, store = tiny_model("qwen3_moe"), MemoryStore()
+    engine = EmbeddedEngine(tiny_model("qwen3_moe"), None, SPEC, Plan.parse(plan) if plan else None, store)
+    sampling = SamplingParams(max_new_tokens=4, seed=0)
+    rollouts = engine.generate([Request("probe", probe_prompt(288), 1, sampling)])
+    records = [decode(store.get(r.guidance)) for r in rollouts] if plan else None
+    empty, state = hollow(model), dict(model.named_parameters())
+    check = self_check(empty, state, SPEC, rollouts, records)
+    assert check.gap < 1.5
+    assert all(rate < 0.1 for rate in check.flips.values())
+    assert next(empty.parameters()).is_meta
+    if plan:
+        other = dict(tiny_model("qwen3_moe", seed=5).named_parameters())
+        with pytest.raises(SyncError, match="codes do not match"):
+            self_check(empty, other, SPEC, rollouts, records)
+        # Heads of K in another order: the checksum of what was sent would not show it.
+        swapped = dict(state)
+        for name in [n for n in state if "k_proj" in n]:
+            swapped[name] = state[name].roll(32, 0)
+        with pytest.raises(SyncError, match="of k in layer 0"):
+            self_check(empty, swapped, SPEC, rollouts, records)
 
 
 # Tables -------------------------------------------------------------------------------------------------------------
