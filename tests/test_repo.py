@@ -20,7 +20,7 @@ FILE_LINES, FUNCTION_LINES, UNDOCUMENTED_LINES = 400, 70, 12
 FORBIDDEN_CALLS = {"eval", "exec", "__import__", "torch.load", "torch.save", "os.system"}
 FORBIDDEN_IMPORTS = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 BROAD = {"Exception", "BaseException"}
-PROCESS_BOUNDARIES = {"grading_worker.py"}
+PROCESS_BOUNDARIES = {"grading_worker.py", "host.py"}
 """Where a whole process ends: whatever goes wrong there becomes a reply to the parent."""
 # Put together here, or this file would contain them.
 FORBIDDEN_TEXT = ["/" + "work/", "/" + "root/", "TO" + "DO", "FIX" + "ME", "X" + "XX", "<<<" + "<<<<"]
