@@ -134,7 +134,7 @@ def test_measure_prints_what_the_design_names(capsys: pytest.CaptureFixture[str]
     small = ["--prompts", "2", "--samples", "1", "--max-new-tokens", "3", "--device", "cpu"]
     output = tmp_path / "new" / "measure.json"
     found = _json(capsys, "measure", "tiny:qwen3_moe", "--plan", "r1-all+mid", *small, "--output", str(output))
-    assert found.keys() == {"model", "spec", "numerics", "device", "tokens", "prompts", "rows", "sites"}
+    assert found.keys() == {"model", "spec", "numerics", "device", "engine", "tokens", "prompts", "rows", "sites"}
     assert [row["name"] for row in found["rows"]] == ["bf16_floor", "fp4_vs_bf16", "qat", "guided"]
     assert all(row.keys() >= ROW_KEYS for row in found["rows"])
     assert all(len(row["k3_ci"]) == 2 for row in found["rows"])
