@@ -24,7 +24,19 @@ from tracefp4.integrations.engines.selfcheck import probe_prompt, self_check
 from tracefp4.integrations.engines.settings import EngineSettings, dump_spec, load_spec, read_settings
 from tracefp4.integrations.engines.sites import check_plan, render_sites
 from tracefp4.integrations.engines.weights import Names, Served, hollow
-from tracefp4.integrations.engines.wire import Abort, Ask, Channel, Close, Failed, Finished, Report, Sample, SiteLine
+from tracefp4.integrations.engines.wire import (
+    Abort,
+    Ask,
+    Channel,
+    Close,
+    Failed,
+    Finished,
+    Load,
+    Loaded,
+    Report,
+    Sample,
+    SiteLine,
+)
 from tracefp4.models.binding import bound
 from tracefp4.models.coverage import compare, coverage
 from tracefp4.models.layout import describe
@@ -144,6 +156,8 @@ class Echo:
         return done
 
     def load(self, path, version):
+        if version < 0:
+            raise SyncError("no such version")
         return f"{path}@{version}"
 
     def report(self):
@@ -151,6 +165,15 @@ class Echo:
 
     def close(self):
         self.closed = True
+
+
+def test_a_load_that_fails_leaves_the_host_serving(channels):
+    mine, theirs = channels
+    for order in (Load("a", -1), Load("b", 2), Close()):
+        mine.send(order)
+    Host(theirs, Echo()).run()
+    assert mine.receive(1) == Failed("no such version")
+    assert mine.receive(1) == Loaded(2, "b@2")
 
 
 def test_the_host_answers_orders_and_ends_with_its_connection(channels):

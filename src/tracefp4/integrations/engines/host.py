@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from tracefp4.errors import EngineError
+from tracefp4.errors import EngineError, TraceError
 from tracefp4.integrations.engines.settings import EngineSettings, read_settings
 from tracefp4.integrations.engines.wire import (
     Abort,
@@ -108,11 +108,17 @@ class Host:
             self._backend.submit(order)
         elif isinstance(order, Abort):
             self._backend.abort(order.key)
-        elif isinstance(order, Load):
-            digest = self._backend.load(order.path, order.version)
-            self._channel.send(Loaded(order.version, digest))
-        elif isinstance(order, Ask):
-            self._channel.send(self._backend.report())
+        else:
+            self._channel.send(self._answer(order))
+
+    def _answer(self, order: Load | Ask) -> Loaded | Report | Failed:
+        """What fails here leaves the engine as it is: the other side decides whether to try again."""
+        try:
+            if isinstance(order, Load):
+                return Loaded(order.version, self._backend.load(order.path, order.version))
+            return self._backend.report()
+        except TraceError as error:
+            return Failed(str(error))
 
 
 def build(name: str, settings: EngineSettings, arguments: dict[str, Any]) -> Backend:

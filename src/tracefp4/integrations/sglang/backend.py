@@ -114,7 +114,10 @@ class SGLangBackend:
 
     def _ask(self) -> dict[str, Any]:
         path = self._folder / "report.json"
-        self._engine.collective_rpc(f"{KEY}_report", path=str(path))
+        try:
+            self._engine.collective_rpc(f"{KEY}_report", path=str(path))
+        except AssertionError as error:
+            raise EngineError(f"SGLang's scheduler did not say what it serves: {error}") from error
         found = json.loads(path.read_text(encoding="utf-8"))
         path.unlink()
         return found
