@@ -76,7 +76,7 @@ sglang: $(SGLANG)/.done
 
 # The engine's processes find this checkout by PYTHONPATH, whichever one the environment was made from.
 test-sglang: $(SGLANG)/.done
-	PYTHONPATH=$(CURDIR)/src $(SGLANG)/bin/python -m pytest -m "not slow" tests/engines tests/integrations $(ARGS)
+	PYTHONPATH=$(CURDIR)/src $(SGLANG)/bin/python -m pytest -m "not slow" --timeout 600 tests/engines tests/integrations $(ARGS)
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
