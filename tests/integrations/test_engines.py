@@ -417,6 +417,8 @@ def test_a_state_that_is_not_the_models_is_refused():
         names.check(state | {"extra": torch.zeros(1)})
     with pytest.raises(SyncError, match="has shape"):
         names.check(state | {first: torch.zeros(1)})
+    with pytest.raises(SyncError, match="packed already"):
+        names.check(state | {first: pack_weight(torch.zeros(1, 16, 16).bfloat16(), SPEC.weights)})
 
 
 # Self-check ----------------------------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ class Names:
         for name, tensor in state.items():
             if name not in self.parameters and name not in self.tied:
                 raise SyncError(f"the engine's model has no parameter {name!r}{suggest(name, self.parameters)}")
+            if not isinstance(tensor, Tensor):
+                raise SyncError(f"{name!r} is packed already; an engine of another package takes bfloat16 weights")
             expected = self.parameters[self.tied.get(name, name)]
             if tuple(tensor.shape) != expected:
                 raise SyncError(f"{name!r} has shape {tuple(tensor.shape)}, the engine's has {expected}")

@@ -66,6 +66,8 @@ class SGLangEngine(HostedEngine):
         Raises:
             EngineError: an option that is refused.
         """
+        if settings.residual:
+            raise EngineError("rollout.residual (method 'quads') is computed by the embedded engine alone; set it to 0")
         options = dict(settings.options)
         check_options(options)
         server: dict[str, Any] = {
