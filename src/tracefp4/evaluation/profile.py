@@ -5,8 +5,8 @@ waiting for the device before and after, and a part that runs within another is 
 
     kv_dequantization   gathering FP4 codes of the context and decoding them, once a layer and step
     wa_guidance         writing the experts' outcomes beside the KV slots, and gathering them at the end of a sequence
-    kv_guidance         packing codes and scales of K and V at the end of a sequence
-    frames              everything else between gathered rows and bytes in the store
+    kv_guidance         reading codes and scales of K and V at the end of a sequence
+    frames              packing them, and everything else between gathered rows and bytes in the store
     forward             the rest: the model, the sampler, the scheduler
 
 Waiting makes a step slower than it is, most of all on a GPU, where the parts would overlap. Shares are comparable with
@@ -75,7 +75,7 @@ def profiled(engine: EmbeddedEngine) -> Iterator[Profile]:
         (engine.pool, "read", "kv_dequantization"),
         (engine.capture, "write", "wa_guidance"),
         (engine.capture, "read", "wa_guidance"),
-        (harvester, "_from_pool", "kv_guidance"),
+        (engine.pool, "stored", "kv_guidance"),
         (harvester, "collect", "frames"),
     ]
     for owner, name, part in seams:
