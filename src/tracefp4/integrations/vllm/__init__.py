@@ -1,0 +1,17 @@
+"""TRACE inside vLLM: FP4 experts, FP4 KV cache, and a record of how each value was rounded.
+
+vLLM is extended through its own plugin points; nothing is forked and no function of it is replaced::
+
+    vllm.general_plugins    registers everything below in each of vLLM's processes          plugin
+    quantization method     routed experts in our W4A4, other layers as they are            quantization, experts
+    attention backend       K and V rounded to FP4 before they enter the cache              attention
+    worker extension        recorder, checksum and probe on the worker                      worker, recorder, names
+    KV connector            gathers a finished request's rows before its blocks are freed   connector, recorder
+    weight transfer engine  new weights through vLLM's start, update, finish                transfer
+
+Outcomes are recorded in rows that belong to KV slots, as in the embedded engine: a prefix-cache hit finds the rows that
+the first request left behind, and what vLLM evicts is overwritten by the slot's next owner. ``engine`` makes a
+:class:`tracefp4.rollout.engine.Engine` of it, found under the entry point ``vllm``. ``docs/vllm.md`` is the user guide.
+
+Modules below import vLLM and are loaded by vLLM or by the engine, never by the rest of the package.
+"""

@@ -1,0 +1,35 @@
+"""Entry point of ``vllm.general_plugins``: vLLM calls it once in each of its processes.
+
+Everything registered here sleeps until a model is loaded with ``quantization_config.quant_method = "tracefp4"``; the
+attention backend, which takes the name of the CPU's own, behaves as that does for every other model.
+"""
+
+from __future__ import annotations
+
+METHOD = "tracefp4"
+"""Name of the quantization method, the load format, the connector and the weight transfer backend."""
+BACKEND = "tracefp4.integrations.vllm.attention.TraceAttentionBackend"
+WORKER = "tracefp4.integrations.vllm.worker.TraceWorker"
+"""Worker extension; the ``worker_extension_cls`` of the engine arguments."""
+
+
+def register() -> None:
+    """Register the quantization method, the connector, the transfer engine, the loader and the CPU attention backend;
+    again is harmless.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from tracefp4.integrations.vllm.loader import TraceLoader
+    from tracefp4.integrations.vllm.quantization import TraceConfig
+
+    register_quantization_config(METHOD)(TraceConfig)
+    register_model_loader(METHOD)(TraceLoader)
+    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    if METHOD not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(METHOD, "tracefp4.integrations.vllm.connector", "TraceConnector")
+    if METHOD not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(METHOD, "tracefp4.integrations.vllm.transfer", "FileTransferEngine")

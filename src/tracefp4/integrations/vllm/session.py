@@ -1,0 +1,68 @@
+"""What this process records with, found by vLLM's layers without being handed it.
+
+vLLM builds its layers itself and serves one model a process, so the recorder is a fact of the process. It exists from
+the moment the worker was asked to attach it, when the KV cache has its size; whatever is forwarded before has nothing
+to be recorded with, and is an error of the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tracefp4.errors import EngineError
+from tracefp4.guidance.store import Store
+from tracefp4.integrations.engines.experts import EmulatedExperts
+from tracefp4.integrations.engines.recorder import Collected, Recorder
+from tracefp4.models.packing import PackedWeight
+
+
+@dataclass(slots=True)
+class Session:
+    """One attached engine."""
+
+    recorder: Recorder
+    store: Store
+    """Where frames and routes go."""
+    block_size: int
+    """Tokens a block of vLLM's KV cache."""
+    experts: Mapping[int, EmulatedExperts | None]
+    """By layer; ``None`` where vLLM's own kernels compute them."""
+    collected: dict[str, tuple[Collected, int]] = field(default_factory=dict)
+    """Rows of finished requests by key, and how often each had been preempted, until the host takes them."""
+
+    def packed(self) -> dict[tuple[int, str], PackedWeight]:
+        """Packed expert weights by layer and projection."""
+        emulated = {layer: experts for layer, experts in self.experts.items() if experts is not None}
+        return {(layer, name): weight for layer, e in emulated.items() for name, weight in e.packed.items()}
+
+    def layers(self) -> list[int]:
+        """Layers whose experts hand their inputs to the recorder."""
+        return sorted(self.experts)
+
+
+_installed: list[Session] = []
+
+
+def install(found: Session | None) -> None:
+    """Make ``found`` the session of this process; ``None`` takes it off."""
+    _installed[:] = [] if found is None else [found]
+
+
+def session() -> Session:
+    """The session of this process.
+
+    Raises:
+        EngineError: none was attached.
+    """
+    if not _installed:
+        raise EngineError(
+            "vLLM runs a tracefp4 model without a recorder: start it with "
+            "worker_extension_cls='tracefp4.integrations.vllm.worker.TraceWorker' and call tracefp4_attach on its worker"
+        )
+    return _installed[0]
+
+
+def recorder() -> Recorder:
+    """The recorder of this process; see :func:`session`."""
+    return session().recorder
