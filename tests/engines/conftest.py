@@ -61,8 +61,8 @@ def _installed(name: str) -> bool:
 
 @pytest.fixture(scope="session")
 def cpu_harness() -> Iterator[None]:
-    """Stand-ins for what engines import and a CPU does not have, in the engines' processes alone."""
-    if torch.cuda.is_available() or importlib.util.find_spec("torchvision") is not None:
+    """Stand-ins for what SGLang imports and a CPU does not have, in the engines' processes alone."""
+    if torch.cuda.is_available() or importlib.util.find_spec("sglang") is None:
         yield
         return
     before = os.environ.get("PYTHONPATH")

@@ -62,7 +62,7 @@ def block_size(page_size: int, device: str) -> int:
 
 def engine_arguments(folder: Path, told: Arguments, layout: ModelLayout) -> Any:
     """``EngineArgs`` for the model in ``folder``."""
-    from vllm import EngineArgs
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.config import KVTransferConfig, WeightTransferConfig
 
     width = {"float32": 4}.get(told.dtype, 2)
@@ -136,3 +136,18 @@ def check_options(options: dict[str, Any]) -> None:
                 "rollout.options.enforce_eager = False is refused: rows are recorded by hooks on the model, which a "
                 "compiled or captured forward leaves out; leave it out"
             )
+
+
+def check_layout(layout: ModelLayout) -> None:
+    """Refuse models whose cache is not K and V in slots.
+
+    Raises:
+        EngineError: saying what they have instead.
+    """
+    if layout.latent_rank is not None:
+        raise EngineError(f"{layout.family}: latent attention is not recorded inside vLLM; use engine 'embedded'")
+    if layout.linear_layers:
+        raise EngineError(
+            f"{layout.family}: layers {list(layout.linear_layers[:3])} have linear attention, whose state vLLM keeps "
+            "in other blocks than K and V; use engine 'embedded'"
+        )

@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tracefp4.errors import EngineError, SyncError
+from tracefp4.errors import SyncError
 from tracefp4.integrations.engines.coverage import reported_formats
 from tracefp4.integrations.engines.handover import put_routes
 from tracefp4.integrations.engines.recorder import Collected
@@ -185,16 +185,10 @@ class VLLMBackend:
 
 
 def _sampling_params(sample: Sample) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     from tracefp4.integrations.vllm.plugin import METHOD
 
-    if sample.top_k > 0 or sample.top_p < 1.0:
-        raise EngineError(
-            f"sample {sample.key!r} has top_k = {sample.top_k}, top_p = {sample.top_p}: vLLM's log-probabilities are then "
-            "those of the truncated distribution; use top_k = 0 and top_p = 1, or engine 'embedded'"
-        )
     return SamplingParams(
         temperature=sample.temperature,
         max_tokens=sample.max_new_tokens,

@@ -19,7 +19,7 @@ from tracefp4.formats.spec import Spec
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.store import Store
 from tracefp4.integrations.engines.hosted import HostedEngine
-from tracefp4.integrations.vllm.arguments import ENVIRONMENT, block_size, check_options
+from tracefp4.integrations.vllm.arguments import ENVIRONMENT, block_size, check_layout, check_options
 from tracefp4.rollout.admission import Limits
 from tracefp4.rollout.engine import Capabilities
 
@@ -49,20 +49,13 @@ class VLLMEngine(HostedEngine):
         """Refuse models whose cache is not K and V in slots, and heads that vLLM has no kernel for."""
         if importlib.util.find_spec("vllm") is None:
             raise EngineError("engine 'vllm' needs vLLM in this environment; see docs/vllm.md")
-        layout = self.layout
-        if layout.latent_rank is not None:
-            raise EngineError(f"{layout.family}: latent attention is not recorded in vLLM; use engine 'embedded'")
-        if layout.linear_layers:
-            raise EngineError(
-                f"{layout.family}: layers {list(layout.linear_layers[:3])} have linear attention, whose state vLLM keeps "
-                "in other blocks than K and V; use engine 'embedded'"
-            )
-        if self._device.type == "cpu" and layout.head_dim not in HEAD_SIZES:
-            raise EngineError(f"heads of width {layout.head_dim}: vLLM's CPU attention has {HEAD_SIZES}")
+        check_layout(self.layout)
+        if self._device.type == "cpu" and self.layout.head_dim not in HEAD_SIZES:
+            raise EngineError(f"heads of width {self.layout.head_dim}: vLLM's CPU attention has {HEAD_SIZES}")
         if self._device.type != "cpu" and spec.kv is not None:
             raise EngineError(
-                f"spec {spec.name!r}: the FP4 KV cache is emulated in vLLM's CPU attention only; use a spec without kv4, "
-                "device = 'cpu', or engine 'embedded'"
+                f"spec {spec.name!r}: the FP4 KV cache is emulated in vLLM's CPU attention only; use a spec without "
+                "kv4, device = 'cpu', or engine 'embedded'"
             )
 
     def arguments(self, settings: EngineConfig) -> dict[str, Any]:
@@ -76,17 +69,16 @@ class VLLMEngine(HostedEngine):
         blocks = -(-settings.max_tokens // size)
         if settings.prefill_chunk < settings.max_batch:
             raise EngineError(
-                f"vLLM forwards prompts and decode steps in one batch: prefill_chunk = {settings.prefill_chunk} must be "
-                f"at least max_batch = {settings.max_batch}"
+                "vLLM forwards prompts and decode steps in one batch: prefill_chunk = "
+                f"{settings.prefill_chunk} must be at least max_batch = {settings.max_batch}"
             )
         self._limits = Limits(blocks * size, size, settings.max_batch, settings.prefill_chunk)
-        self._max_length = min(self._max_length, blocks * size)
         return {
             "block_size": size,
             "blocks": blocks,
             "max_batch": settings.max_batch,
             "prefill_chunk": settings.prefill_chunk,
-            "max_length": self._max_length,
+            "max_length": min(self._max_length, blocks * size),
             "options": dict(settings.options),
         }
 
@@ -97,10 +89,17 @@ class VLLMEngine(HostedEngine):
     def _check(self, request: Request) -> None:
         super()._check(request)
         sampling = request.sampling
+        total = len(request.prompt_ids) + sampling.max_new_tokens
+        if total > self._limits.max_tokens:
+            raise EngineError(
+                f"request {request.id!r} may grow to {total} tokens, vLLM's KV cache has "
+                f"{self._limits.max_tokens}; raise max_tokens or lower max_new_tokens"
+            )
         if sampling.top_k > 0 or sampling.top_p < 1.0:
             raise EngineError(
-                f"request {request.id!r} has top_k = {sampling.top_k}, top_p = {sampling.top_p}: vLLM's log-probabilities "
-                "are then those of the truncated distribution; use top_k = 0 and top_p = 1, or engine 'embedded'"
+                f"request {request.id!r} has top_k = {sampling.top_k} and top_p = {sampling.top_p}: vLLM's "
+                "log-probabilities are then those of the truncated distribution; use top_k = 0 and top_p = 1, or "
+                "engine 'embedded'"
             )
 
 

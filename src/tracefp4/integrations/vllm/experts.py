@@ -31,7 +31,7 @@ WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 """Our names of the two stacked weights, and vLLM's."""
 
 
-def layer_of(layer: nn.Module) -> int:
+def layer_of(layer: Any) -> int:
     """Decoder layer of one of vLLM's layers, from its name."""
     return extract_layer_index(str(layer.layer_name))
 
@@ -59,7 +59,7 @@ class EmulatedMethod(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -76,12 +76,12 @@ class EmulatedMethod(FusedMoEMethodBase):
             layer.register_parameter(name, parameter)
             set_weight_attrs(parameter, extra_weight_attrs)
 
-    def get_fused_moe_quant_config(self, layer: nn.Module) -> FusedMoEQuantConfig | None:
+    def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig | None:
         """None of vLLM's kernels runs here."""
         return FusedMoEQuantConfig.make()
 
     @torch.no_grad()
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded. Called again after every weight update."""
 
         def activate(gate_up: Tensor) -> Tensor:
@@ -94,11 +94,11 @@ class EmulatedMethod(FusedMoEMethodBase):
 
     def apply(
         self,
-        layer: nn.Module,
+        layer: Any,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        shared_experts: object | None = None,
+        shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
         """Routed experts of ``x (T, H)`` with gate values and ids ``(T, K)``; ``(T, H)`` in the dtype of ``x``."""
@@ -111,7 +111,7 @@ class EmulatedMethod(FusedMoEMethodBase):
 class PlainMethod(UnquantizedFusedMoEMethod):
     """vLLM's unquantized experts; the weights as they were loaded are kept beside vLLM's repacked ones."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Keep the loaded weights and let vLLM repack. Called again after every weight update."""
         layer.tracefp4_loaded = {name: getattr(layer, name) for name in WEIGHTS.values()}
         for name, loaded in layer.tracefp4_loaded.items():
@@ -120,18 +120,18 @@ class PlainMethod(UnquantizedFusedMoEMethod):
         self.moe_kernel = None
         super().process_weights_after_loading(layer)
 
-    def restore(self, layer: nn.Module) -> None:
+    def restore(self, layer: Any) -> None:
         """Put the loaded weights back into the layer, for vLLM's loader to write the next ones into."""
         for name, parameter in layer.tracefp4_loaded.items():
             layer.register_parameter(name, parameter)
 
     def apply(
         self,
-        layer: nn.Module,
+        layer: Any,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        shared_experts: object | None = None,
+        shared_experts: Any = None,
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
         """As vLLM's, with the routes recorded."""

@@ -14,9 +14,7 @@ WORKER = "tracefp4.integrations.vllm.worker.TraceWorker"
 
 
 def register() -> None:
-    """Register the quantization method, the connector, the transfer engine, the loader and the CPU attention backend;
-    again is harmless.
-    """
+    """Register everything that the package's text lists; again is harmless."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.model_executor.layers.quantization import register_quantization_config

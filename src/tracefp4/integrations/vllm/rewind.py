@@ -6,8 +6,8 @@ same tokens however a prompt is cut, it then sets the request's generator back b
     gen.set_offset(gen.get_offset() - 4)
 
 Offsets belong to CUDA's counter-based generator. The CPU's Mersenne Twister has none, and the call raises "CPU
-Generator does not use offset". A :class:`RewindingGenerator` answers it: it remembers its state before the draw and goes
-back there.
+Generator does not use offset". A :class:`RewindingGenerator` answers it: it remembers its state before the draw and
+goes back there.
 """
 
 from __future__ import annotations

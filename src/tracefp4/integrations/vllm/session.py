@@ -14,6 +14,7 @@ from tracefp4.errors import EngineError
 from tracefp4.guidance.store import Store
 from tracefp4.integrations.engines.experts import EmulatedExperts
 from tracefp4.integrations.engines.recorder import Collected, Recorder
+from tracefp4.integrations.vllm.plugin import WORKER
 from tracefp4.models.packing import PackedWeight
 
 
@@ -57,8 +58,8 @@ def session() -> Session:
     """
     if not _installed:
         raise EngineError(
-            "vLLM runs a tracefp4 model without a recorder: start it with "
-            "worker_extension_cls='tracefp4.integrations.vllm.worker.TraceWorker' and call tracefp4_attach on its worker"
+            f"vLLM runs a tracefp4 model without a recorder: start it with worker_extension_cls={WORKER!r} and call "
+            "tracefp4_attach on its worker"
         )
     return _installed[0]
 

@@ -1,9 +1,8 @@
 """New weights through vLLM's own protocol: start, any number of updates, finish.
 
-The trainer writes its parameters, under checkpoint names, into a safetensors file (``/dev/shm`` is memory) and names it;
-each worker reads it and hands the tensors to the model's own loader, so fusing and splitting stay vLLM's business. At
-the finish every layer repacks what it was given. Between the two the model holds a mixture: nothing may be generated,
-and the engine above does not.
+The trainer's parameters lie, under checkpoint names, in a safetensors file (``/dev/shm`` is memory). Each worker reads
+it and hands the tensors to the model's own loader, so fusing and splitting stay vLLM's business. At the finish every
+layer repacks what it was given. Between the two the model holds a mixture, and nothing may be generated.
 
 On a GPU the same protocol runs with vLLM's ``nccl`` and ``ipc`` backends; this one needs neither a group nor a device.
 """
@@ -55,7 +54,7 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         """Put back the tensors that vLLM's loader writes to."""
         for module in self.model.modules():
-            method = getattr(module, "quant_method", None)
+            method: Any = getattr(module, "quant_method", None)
             if isinstance(method, PlainMethod):
                 method.restore(module)
 
@@ -67,7 +66,8 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         from safetensors.torch import load_file
 
-        loaded = self.model.load_weights(iter(load_file(update_info.path).items()))
+        model: Any = self.model
+        loaded = model.load_weights(iter(load_file(update_info.path).items()))
         if not loaded:
             raise SyncError(f"vLLM's loader took no tensor of {update_info.path!r}; are these checkpoint names?")
         self._version = update_info.version

@@ -14,11 +14,11 @@ from tracefp4.errors import EngineError
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.integrations.engines.recorder import Recorder
 from tracefp4.integrations.engines.weights import Names, Served, skeleton
+from tracefp4.integrations.vllm.arguments import check_layout
 from tracefp4.integrations.vllm.experts import WEIGHTS, EmulatedMethod, PlainMethod, layer_of
 from tracefp4.integrations.vllm.quantization import TraceConfig
 from tracefp4.integrations.vllm.rewind import mark_generators
 from tracefp4.integrations.vllm.session import Session, install, session
-from tracefp4.models.layout import ModelLayout
 
 
 class TraceWorker:
@@ -37,7 +37,7 @@ class TraceWorker:
         Raises:
             EngineError: the model was not loaded with our quantization method, or cannot be recorded.
         """
-        import vllm
+        from vllm._version import __version__
 
         config = self.vllm_config.quant_config
         if not isinstance(config, TraceConfig):
@@ -62,7 +62,7 @@ class TraceWorker:
         self.tracefp4_names = names
         self.tracefp4_hooks = _watch(model, recorder, self.model_runner)
         return {
-            "vllm": vllm.__version__,
+            "vllm": __version__,
             "attention": type(_attention(self.model_runner)).__name__,
             "slots": slots,
             "block_size": cache.block_size,
@@ -84,17 +84,6 @@ class TraceWorker:
             handle.remove()
         session().store.close()
         install(None)
-
-
-def check_layout(layout: ModelLayout) -> None:
-    """Refuse models whose cache is not K and V in slots. Raises :class:`EngineError`."""
-    if layout.latent_rank is not None:
-        raise EngineError(f"{layout.family}: latent attention is not recorded inside vLLM; use engine 'embedded'")
-    if layout.linear_layers:
-        raise EngineError(
-            f"{layout.family}: layers {list(layout.linear_layers[:3])} have linear attention, whose state vLLM keeps in "
-            "other blocks than K and V; use engine 'embedded'"
-        )
 
 
 def _methods(model: nn.Module) -> dict[int, tuple[nn.Module, EmulatedMethod | PlainMethod]]:
@@ -133,7 +122,7 @@ def _watch(model: nn.Module, recorder: Recorder, runner: Any) -> list[Any]:
     cpu = recorder.device.type == "cpu"
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mappings = get_forward_context().slot_mapping
+        mappings: Any = get_forward_context().slot_mapping
         if not mappings:
             return  # A profiling run, which writes no KV.
         slots = next(iter(mappings.values()))
