@@ -62,8 +62,8 @@ def block_size(page_size: int, device: str) -> int:
 
 def engine_arguments(folder: Path, told: Arguments, layout: ModelLayout) -> Any:
     """``EngineArgs`` for the model in ``folder``."""
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.config import KVTransferConfig, WeightTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
 
     width = {"float32": 4}.get(told.dtype, 2)
     per_block = 2 * len(layout.kv_layers) * layout.kv_heads * layout.head_dim * width * told.block_size
