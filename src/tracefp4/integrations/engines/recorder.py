@@ -157,10 +157,11 @@ class Recorder:
         self._count(str(site))
         return Operand(q.operand(), q.decode_scale())
 
-    def observe(self, site: Site, q: Quantized) -> None:
-        """Record an outcome that the engine's own quantizer produced, one row a token in flight."""
-        lines, stamps = self._batch(q.codes.shape[0])
-        self._step.write(site, q, lines, stamps, None)
+    def observe(self, site: Site, q: Quantized, pairs: Tensor | None = None) -> None:
+        """Record an outcome that the engine's own quantizer produced; rows as in :meth:`quantize`."""
+        rows = q.codes.shape[0]
+        lines, stamps = self._batch(rows if pairs is None else rows // self.layout.top_k)
+        self._step.write(site, q, lines, stamps, pairs)
         self._count(str(site))
 
     def key_value(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,99 @@
+"""The production path of vLLM: our rows in the side channel that carries expert routes.
+
+vLLM's second model runner has a store for what a forward pass leaves behind a token. A *capturer* with a device buffer
+fills it; rows are copied to the host with the step's other results, kept by the hash of each KV block, read again on a
+prefix hit, and returned with the output as ``routed_experts`` of shape ``(tokens - 1, ...)``. The store is generic:
+shape and dtype of a row come from the capturer alone (``shape_per_token``, ``output_dtype``). :class:`TraceCapturer`
+says ``(bytes,)`` and ``uint8``, and a row holds routes and outcomes together::
+
+    [ recorded sites of the plan | ticket: 4 | routes ]
+
+Rejected drafts, preemption, tensor parallel ranks and asynchronous copies are then handled as for routes. The reader
+turns the rows back into a record with :func:`unpack_rows`. The runner needs Triton and a GPU; packing and unpacking are
+tested, the class has not run, and the capability table says so.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracefp4.errors import GuidanceCorrupt
+from tracefp4.rollout.capture import Capture
+
+
+def row_bytes(capture: Capture) -> int:
+    """Bytes of a token's row."""
+    return sum(part[0].numel() * part.element_size() for part in capture.take(1))
+
+
+def pack_rows(capture: Capture, count: int) -> Tensor:
+    """The first ``count`` rows of a step buffer as bytes: uint8 ``(count, row_bytes)`` on its device."""
+    parts = [part.reshape(count, -1).contiguous().view(torch.uint8) for part in capture.take(count)]
+    return torch.cat([part.reshape(count, -1) for part in parts], dim=1)
+
+
+def unpack_rows(rows: Tensor, capture: Capture) -> None:
+    """Put rows of :func:`pack_rows` into the first slots of a capture made for the same plan.
+
+    Args:
+        rows: uint8 ``(T, row_bytes)``.
+        capture: on the device of ``rows``, with at least ``T`` slots.
+
+    Raises:
+        GuidanceCorrupt: rows of another size.
+    """
+    expected = row_bytes(capture)
+    if rows.ndim != 2 or rows.shape[1] != expected or rows.dtype is not torch.uint8:
+        raise GuidanceCorrupt(
+            f"rows of shape {tuple(rows.shape)} and {rows.dtype}; this plan has {expected} bytes each"
+        )
+    like, start, parts = capture.take(1), 0, []
+    for part in like:
+        size = part[0].numel() * part.element_size()
+        data = rows[:, start : start + size].contiguous()
+        parts.append(data.view(part.dtype).reshape(rows.shape[0], *part.shape[1:]))
+        start += size
+    capture.put(torch.arange(rows.shape[0], device=rows.device), tuple(parts))
+
+
+class TraceCapturer:
+    """Stands in for vLLM's ``RoutedExpertsCapturer`` in its output worker.
+
+    Args:
+        capture: the recorder's step buffer; ``max_num_batched_tokens`` rows.
+        layers: decoder layers with experts, in order; vLLM names a layer by its index.
+    """
+
+    output_dtype = torch.uint8
+    output_dtype_name = "uint8"
+
+    def __init__(self, capture: Capture, layers: tuple[int, ...]) -> None:
+        self._capture = capture
+        self._index = {layer: index for index, layer in enumerate(layers)}
+        self.shape_per_token = (row_bytes(capture),)
+
+    def capture(self, layer_id: int, topk_ids: Tensor) -> None:
+        """What vLLM's routers call: the experts ``(T, top_k)`` of a layer."""
+        lines = torch.arange(topk_ids.shape[0], device=topk_ids.device)
+        self._capture.write_routes(self._index[layer_id], topk_ids, lines)
+
+    def snapshot_routing_data(self, num_tokens: int) -> Tensor:
+        """A copy of the step's rows, taken on the main stream."""
+        return pack_rows(self._capture, num_tokens)
+
+
+def install(worker: Any, capturer: TraceCapturer) -> None:
+    """Let vLLM's output worker make its store and tails for our rows.
+
+    Args:
+        worker: the module ``vllm.distributed.aux_output_connector.worker``, before its connector is built.
+        capturer: what its connector is given instead of one of its own.
+    """
+
+    def make(max_num_batched_tokens: int, vllm_config: Any) -> TraceCapturer:
+        return capturer
+
+    worker.RoutedExpertsCapturer = make
