@@ -182,7 +182,7 @@ def test_an_emulation_that_rounds_otherwise_is_refused():
     def kernel(scale):
         return watch.quantize_input(lambda a, s: a, x, scale)
 
-    with pytest.raises(EngineError, match="one scalar each"):
+    with pytest.raises(EngineError, match="with one scalar each"):
         watch.experts(kernel, 0, torch.ones(8))
     assert kernel(None) is x  # Outside of experts it is none of ours.
 

@@ -90,8 +90,8 @@ class Watch:
         layer, call = here
         if call > 2 or scale is None or scale.numel() != 1:
             raise EngineError(
-                f"layer {layer}: call {call} of its quantizer came with {0 if scale is None else scale.numel()} scales; "
-                "two roundings with one scalar each are known"
+                f"layer {layer}: call {call} of vLLM's quantizer, with {0 if scale is None else scale.numel()} scales, "
+                "is not known; expected are two in a layer, with one scalar each"
             )
         recorder, q = self._recorder(), requantize(x, scale)
         if call == 1:
