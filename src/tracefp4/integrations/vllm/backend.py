@@ -6,6 +6,7 @@ gathered by the connector already (:mod:`tracefp4.integrations.vllm.connector`),
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from tracefp4.integrations.engines.coverage import reported_formats
 from tracefp4.integrations.engines.handover import put_routes
 from tracefp4.integrations.engines.recorder import Collected
 from tracefp4.integrations.engines.settings import EngineSettings
+from tracefp4.integrations.engines.sites import render_sites
 from tracefp4.integrations.engines.weights import Names, skeleton
 from tracefp4.integrations.engines.wire import Failed, Finished, Parcel, Report, Sample
 from tracefp4.integrations.vllm.arguments import ENVIRONMENT, check_options, engine_arguments, read_arguments
@@ -64,6 +66,8 @@ class VLLMBackend:
         config = engine_arguments(folder, self.told, self._names.layout).create_engine_config()
         self._llm: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
         self._facts = self._rpc("tracefp4_attach")
+        table = site_table(settings.spec, settings.plan, self.told.device)
+        logging.getLogger("vllm.tracefp4").info("sites:\n%s", render_sites(table))
 
     def _rpc(self, method: str, *args: Any) -> Any:
         """Call a method of the worker."""

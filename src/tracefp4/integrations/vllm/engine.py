@@ -6,6 +6,7 @@ A :class:`~tracefp4.integrations.engines.hosted.HostedEngine` that knows vLLM's 
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -84,7 +85,8 @@ class VLLMEngine(HostedEngine):
 
     def environment(self) -> dict[str, str]:
         """Of the host's process, which computes with as many threads as this one."""
-        return ENVIRONMENT | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+        level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+        return ENVIRONMENT | {"VLLM_LOGGING_LEVEL": level, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
     def _check(self, request: Request) -> None:
         super()._check(request)
