@@ -65,6 +65,8 @@ class VLLMEngine(HostedEngine):
         Raises:
             EngineError: an option that is refused, or fewer tokens a step than sequences.
         """
+        if settings.residual:
+            raise EngineError("rollout.residual (method 'quads') is computed by the embedded engine alone; set it to 0")
         check_options(settings.options)
         size = block_size(settings.page_size, self._device.type)
         blocks = -(-settings.max_tokens // size)
