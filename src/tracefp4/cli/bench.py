@@ -59,7 +59,9 @@ def _run(
         if batches:
             sizes["batches"] = batches
         if case == "attention":
-            bench_kernels.bench_attention(bench, **(sizes | ({"contexts": contexts} if contexts else {})))
+            if contexts:
+                sizes["contexts"] = contexts
+            bench_kernels.bench_attention(bench, **sizes)
         else:
             bench_kernels.bench_experts(bench, **sizes)
     else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tracefp4.errors import GuidanceError
 from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.fused import has_kernel, rules
 from tracefp4.formats.numerics import Numerics
@@ -41,6 +42,16 @@ class Rounding:
     def of(cls, q: Quantized, bits: int, operand: Tensor) -> Rounding:
         """What :func:`round_nearest` returns, of codes that were made already and an operand that stands for them."""
         return cls(operand, None, pack_bits(q.codes, bits) if bits else None, q.scales, q.global_scale, q.numerics)
+
+    def factor(self) -> Tensor:
+        """The operand.
+
+        Raises:
+            GuidanceError: the tensor was rounded for its dequantized values alone.
+        """
+        if self.operand is None:
+            raise GuidanceError("a tensor was rounded without the operand that its product needs")
+        return self.operand
 
     def decode_scale(self) -> Tensor | None:
         """The FP32 global decode scale that multiplies the product; ``None`` stands for 1."""

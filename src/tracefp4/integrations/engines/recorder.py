@@ -30,10 +30,10 @@ from tracefp4.formats.spec import Spec
 from tracefp4.guidance.frame import encode
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, token_hash
+from tracefp4.guidance.rounding import Rounding, round_nearest
 from tracefp4.guidance.store import Store
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.sites import Operand
-from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.rollout.admission import recorded_shapes
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.harvest import gather
@@ -150,18 +150,19 @@ class Recorder:
         numerics = self.spec.for_kind(site.kind)
         if numerics is None:
             return Operand(x, None)
-        q = quantize_nearest(x, numerics)
+        q = round_nearest(x, numerics, self._step.bits_of(site))
         # Also when no pass was announced: a CUDA graph is captured without one, and rows are only kept by keep().
         lines, stamps = self._batch(x.shape[0] if pairs is None else x.shape[0] // self.layout.top_k)
         self._step.write(site, q, lines, stamps, pairs)
         self._count(str(site))
-        return Operand(q.operand(), q.decode_scale())
+        return Operand(q.factor(), q.decode_scale())
 
     def observe(self, site: Site, q: Quantized, pairs: Tensor | None = None) -> None:
         """Record an outcome that the engine's own quantizer produced; rows as in :meth:`quantize`."""
         rows = q.codes.shape[0]
         lines, stamps = self._batch(rows if pairs is None else rows // self.layout.top_k)
-        self._step.write(site, q, lines, stamps, pairs)
+        outcome = Rounding.of(q, self._step.bits_of(site), q.operand())
+        self._step.write(site, outcome, lines, stamps, pairs)
         self._count(str(site))
 
     def key_value(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
