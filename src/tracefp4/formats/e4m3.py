@@ -28,7 +28,9 @@ _MANY = 4096
 
 
 def encode(values: Tensor) -> Tensor:
-    """Round to nearest, ties to even, saturating at 448. NaN keeps its sign and becomes ``0x7F`` or ``0xFF``.
+    """Round to nearest, ties to even, saturating at 448.
+
+    NaN becomes ``0x7F`` or ``0xFF``; its sign is kept on a CPU, and on a GPU means nothing.
 
     Args:
         values: float32, any shape.
