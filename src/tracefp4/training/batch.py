@@ -11,15 +11,15 @@ Row ``t`` of a sequence is the forward pass of token ``t`` and predicts token ``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tracefp4.core import Site, SiteShape, TopLogprobs
 from tracefp4.errors import GuidanceMismatch
-from tracefp4.guidance.codec import CHUNK
 from tracefp4.guidance.record import Record, SiteRecord
+from tracefp4.training.staging import stack_sites
 
 
 @dataclass(slots=True)
@@ -195,37 +195,5 @@ def _stack_guidance(examples: Sequence[Example], width: int, device: torch.devic
         if e.record is not None:
             guided[b, : e.rows] = e.record.valid
         complete = complete and bool(guided[b, : e.rows].all())
-    sites = {site: _stack_site(site, like, examples, width, device) for site, like in known.sites.items()}
+    sites = stack_sites([e.record for e in examples], known, width, device)
     return GuidedRows(guided.flatten().to(device), complete, sites)
-
-
-def _stack_site(
-    site: Site, like: SiteRecord, examples: Sequence[Example], width: int, device: torch.device
-) -> SiteRecord:
-    def stack(name: str) -> Tensor | None:
-        sample: Tensor | None = getattr(like, name)
-        if sample is None:
-            return None
-        # Scale bytes of padding are 0, so it is rounded to 0; a global scale of 0 would make that 0 times infinity.
-        out = sample.new_full((len(examples), width, *sample.shape[1:]), 1 if name == "global_scale" else 0)
-        for b, e in enumerate(examples):
-            if e.record is not None:
-                out[b, : e.rows] = getattr(e.record.sites[site], name)
-        return out.flatten(0, 1).to(device, non_blocking=True)
-
-    parts = {name: stack(name) for name in ("planes", "scales", "global_scale")}
-    return replace(like, **parts, checks=_stack_checks(site, like, examples, width, device))
-
-
-def _stack_checks(
-    site: Site, like: SiteRecord, examples: Sequence[Example], width: int, device: torch.device
-) -> Tensor | None:
-    """Checks of congruent scales, one row a sequence; the check of a chunk of padding is 0."""
-    if like.checks is None:
-        return None
-    out = torch.zeros(len(examples), -(-width // CHUNK), dtype=torch.int32)
-    for b, e in enumerate(examples):
-        checks = None if e.record is None else e.record.sites[site].checks
-        if checks is not None:
-            out[b, : len(checks)] = checks
-    return out.to(device, non_blocking=True)

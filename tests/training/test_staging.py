@@ -1,0 +1,69 @@
+"""A micro-batch's guidance holds each record's bytes in its own rows, and padding that rounds to zero."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tracefp4.core import Kind, Site, SiteShape
+from tracefp4.guidance.record import Record, SiteRecord, token_hash
+from tracefp4.training.staging import stack_sites
+
+SHAPES = [
+    SiteShape(Site(layer, kind), vectors, width, 16, scale)
+    for layer in (0, 1)
+    for kind, vectors, width, scale in ((Kind.EXPERTS_IN, 1, 48, True), (Kind.K, 2, 32, False))
+]
+
+
+def record_of(rows: int, scale_bits: int, seed: int) -> Record:
+    g = torch.Generator().manual_seed(seed)
+    sites = {}
+    for shape in SHAPES:
+        codes = torch.randint(0, 16, (rows, shape.vectors, shape.width), dtype=torch.uint8, generator=g)
+        scales = torch.randint(1, 126, (rows, shape.vectors, shape.width // 16), dtype=torch.uint8, generator=g)
+        wide = torch.rand(rows, shape.vectors, generator=g) if shape.token_scale else None
+        sites[shape.site] = SiteRecord.pack(shape, codes, scales, wide, 1, scale_bits)
+    valid = torch.ones(rows, dtype=torch.bool)
+    return Record("r1-all", token_hash(range(rows + 1)), "n", 0, rows, valid, sites)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("scale_bits", [8, 3])
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_record_keeps_its_bytes(device: str, scale_bits: int) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    records = [record_of(37, scale_bits, 0), None, record_of(16, scale_bits, 1), record_of(1, scale_bits, 2)]
+    width = 37
+    found = stack_sites(records, replace(records[0]), width, torch.device(device))
+    assert list(found) == list(records[0].sites)
+    for site, batch in found.items():
+        assert batch.shape.site == site and batch.scale_bits == scale_bits and batch.planes.device.type == device
+        for name, fill in (("planes", 0), ("scales", 0), ("global_scale", 1), ("checks", 0)):
+            whole = getattr(batch, name)
+            assert (whole is None) == (getattr(records[0].sites[site], name) is None)
+            if whole is None:
+                continue
+            if name != "checks":
+                assert whole.is_contiguous() and len(whole) == len(records) * width
+                whole = whole.unflatten(0, (len(records), width))
+            else:
+                assert whole.shape == (len(records), 3)
+            for b, record in enumerate(records):
+                own = None if record is None else getattr(record.sites[site], name)
+                count = 0 if own is None else len(own)
+                assert own is None or torch.equal(whole[b, :count].cpu(), own)
+                assert bool((whole[b, count:] == fill).all())
+
+
+def test_a_batch_does_not_share_memory_with_its_records() -> None:
+    record = record_of(5, 8, 3)
+    found = stack_sites([record], record, 5, torch.device("cpu"))
+    site = SHAPES[0].site
+    found[site].planes.zero_()
+    assert record.sites[site].planes.any()
