@@ -26,21 +26,10 @@ from torch import Tensor
 from tracefp4.core import Site, SiteShape
 from tracefp4.errors import ConfigError, GuidanceCorrupt, GuidanceError, GuidanceMismatch, GuidanceStale
 from tracefp4.guidance.codec import chunks, clean_padding, scale_bytes
-from tracefp4.guidance.header import (
-    LIMITS,
-    Header,
-    RouteShape,
-    SiteEntry,
-    align,
-    build_header,
-    encode_header,
-    header_problem,
-    open_frame,
-    seal,
-    sections,
-)
+from tracefp4.guidance.header import LIMITS, Header, header_of, open_frame, seal
+from tracefp4.guidance.layout import Layout, RouteShape, layout_of, table_of
 from tracefp4.guidance.plan import Plan
-from tracefp4.guidance.record import Record, SiteRecord, record_bytes, token_hash
+from tracefp4.guidance.record import Record, SiteRecord, token_hash
 from tracefp4.guidance.sizes import account, bytes_per_token, sizes
 
 __all__ = ["LIMITS", "Expectation", "account", "bytes_per_token", "decode", "encode", "sizes"]
@@ -84,23 +73,30 @@ def encode(record: Record) -> bytes:
     if record.routes is not None:
         routes = _check_routes(record.routes, record.rows)
     _check_tensor("valid", record.valid, torch.bool, (record.rows,))
-    header, body = build_header(
-        plan,
-        [_check_site(site, part, plan, record.rows) for site, part in record.sites.items()],
-        record.rows,
-        routes=routes,
-        tokens=record.token_hash,
-        numerics=record.numerics_hash,
-        weights=record.weight_version,
-    )
-    problem = header_problem(header)
-    raw = encode_header(header)
-    total = align(64 + len(raw)) + body
-    if problem is None and (len(raw) > LIMITS.header_bytes or total > LIMITS.total_bytes):
-        problem = f"a header of {len(raw)} bytes in {total}, at most {LIMITS.header_bytes} in {LIMITS.total_bytes} fit"
-    if problem is not None:
-        raise GuidanceError(f"the record cannot be framed: {problem}")
-    return seal(raw, _body(record, header), total)
+    for site, part in record.sites.items():
+        _check_site(site, part, plan, record.rows)
+    layout = layout_of(plan, table_of([part.shape for part in record.sites.values()]), record.rows, routes)
+
+    def fill(frame: Tensor, start: int) -> None:
+        for run in layout.runs:
+            places = [[None] * len(run.sites) if p is None else p.unbind(0) for p in layout.parts(frame, start, run)]
+            for index, *own in zip(run.sites, *places, strict=True):
+                part = record.sites[layout.table.shapes[index].site]
+                tensors = (part.planes, part.scales, part.global_scale, part.checks)
+                for place, tensor in zip(own, tensors, strict=True):
+                    if place is not None and tensor is not None:
+                        place.copy_(tensor)
+        _write_ends(frame[start:], layout, record.valid, record.routes)
+
+    return seal(header_of(layout, record.token_hash, record.numerics_hash, record.weight_version), layout, fill)
+
+
+def _write_ends(body: Tensor, layout: Layout, valid: Tensor, routes: Tensor | None) -> None:
+    """Write which rows are valid, and the routes."""
+    bits = np.packbits(valid.cpu().numpy(), bitorder="little")
+    _cut(body, layout.valid).copy_(torch.from_numpy(bits))
+    if layout.routes is not None and routes is not None:
+        _cut(body, layout.routes.section).view(routes.dtype).view(routes.shape).copy_(routes)
 
 
 def decode(
@@ -122,15 +118,13 @@ def decode(
         GuidanceStale: sound, but of weights that are too old, or newer than the trainer's.
     """
     frame = _bytes_of(buffer, label)
-    header, shapes, start = open_frame(frame, label)
+    table = None if expect is None or expect.shapes is None else table_of(expect.shapes)
+    header, layout, start = open_frame(frame, label, table)
     if expect is not None:
-        check_expectation(header, shapes, expect, label)
-    body = _tensor_of(frame)[start:]
-    rows = header.rows
-    sites: dict[Site, SiteRecord] = {}
-    plan = Plan.parse(header.plan)
-    for entry, shape in zip(header.sites, shapes, strict=True):
-        sites[shape.site] = _read_site(body, entry, shape, rows, plan, label)
+        check_expectation(header, layout.table.shapes, expect, label, same_sites=layout.table is table)
+    whole = _tensor_of(frame)
+    body, rows = whole[start:], header.rows
+    sites = _read_sites(whole, layout, start, label)
     routes = None
     if header.routes is not None:
         r = header.routes
@@ -149,9 +143,17 @@ def decode(
 
 
 def check_expectation(
-    header: Header, shapes: Sequence[SiteShape], expect: Expectation, label: str = "guidance frame"
+    header: Header,
+    shapes: Sequence[SiteShape],
+    expect: Expectation,
+    label: str = "guidance frame",
+    *,
+    same_sites: bool = False,
 ) -> None:
-    """Compare a sound header with what the caller expects; raises as :func:`decode` says."""
+    """Compare a sound header with what the caller expects; raises as :func:`decode` says.
+
+    ``same_sites``: ``shapes`` were compared already, and are the expected ones.
+    """
     if expect.plan is not None and header.plan != expect.plan:
         raise GuidanceMismatch(f"{label} has plan {header.plan!r}, expected {expect.plan!r}")
     if expect.numerics_hash is not None and header.numerics != expect.numerics_hash:
@@ -159,7 +161,7 @@ def check_expectation(
             f"{label} was recorded with numerics {header.numerics}, the trainer has {expect.numerics_hash}: "
             "both sides need the same spec and preset"
         )
-    if expect.shapes is not None:
+    if expect.shapes is not None and not same_sites:
         _compare_shapes(shapes, expect.shapes, label)
     if expect.routes is not None:
         found = None if header.routes is None else (header.routes.layers, header.routes.top_k)
@@ -207,35 +209,38 @@ def _plan(record: Record) -> Plan:
         raise GuidanceError(f"the record cannot be framed: {error}") from None
 
 
-def _check_site(site: Site, part: SiteRecord, plan: Plan, rows: int) -> SiteShape:
-    shape = part.shape
+def _check_site(site: Site, part: SiteRecord, plan: Plan, rows: int) -> None:
+    shape, bits = part.shape, plan.scale_bits
     if shape.site != site:
         raise GuidanceError(f"the record keeps site {shape.site} under {site}")
-    if part.scale_bits != plan.scale_bits or part.bits != plan.bits:
+    if part.scale_bits != bits or part.bits != plan.bits:
         raise GuidanceError(
             f"site {site} has {part.bits} bits a code and {part.scale_bits} a scale, "
-            f"plan {str(plan)!r} {plan.bits} and {plan.scale_bits}"
+            f"plan {str(plan)!r} {plan.bits} and {bits}"
         )
-    size = record_bytes(shape, plan.bits, plan.scale_bits)
-    v = shape.vectors
-    _check_tensor(f"{site} planes", part.planes, torch.uint8, (rows, v, size["codes"] // v))
-    _check_tensor(f"{site} scales", part.scales, torch.uint8, (rows, v, size["block_scales"] // v))
-    _check_tensor(f"{site} global_scale", part.global_scale, torch.float32, (rows, v) if shape.token_scale else None)
-    _check_tensor(f"{site} checks", part.checks, torch.int32, (chunks(rows),) if plan.scale_bits != 8 else None)
-    if not clean_padding(part.scales, plan.scale_bits, shape.width // shape.block):
+    v, blocks = shape.vectors, shape.width // shape.block
+    for name, dtype, dims in (
+        ("planes", torch.uint8, (rows, v, shape.width * plan.bits // 8)),
+        ("scales", torch.uint8, (rows, v, scale_bytes(blocks, bits))),
+        ("global_scale", torch.float32, (rows, v) if shape.token_scale else None),
+        ("checks", torch.int32, (chunks(rows),) if bits != 8 else None),
+    ):
+        _check_tensor(name, getattr(part, name), dtype, dims, site)
+    if not clean_padding(part.scales, bits, blocks):
         raise GuidanceError(f"site {site}: unused bits of its packed scales are not zero")
-    return shape
 
 
-def _check_tensor(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...] | None) -> None:
+def _check_tensor(
+    name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...] | None, site: Site | None = None
+) -> None:
+    if tensor is None and shape is None:
+        return
+    if tensor is not None and shape is not None and tensor.dtype == dtype and tensor.shape == shape:
+        return
+    what = f"the record cannot be framed: {name if site is None else f'{site} {name}'}"
     if tensor is None or shape is None:
-        if tensor is not None or shape is not None:
-            state = "is missing" if tensor is None else "must be None"
-            raise GuidanceError(f"the record cannot be framed: {name} {state}")
-    elif tensor.dtype != dtype or tuple(tensor.shape) != shape:
-        raise GuidanceError(
-            f"the record cannot be framed: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}"
-        )
+        raise GuidanceError(f"{what} {'is missing' if tensor is None else 'must be None'}")
+    raise GuidanceError(f"{what} is {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} {shape}")
 
 
 def _check_routes(routes: Tensor, rows: int) -> RouteShape:
@@ -245,28 +250,6 @@ def _check_routes(routes: Tensor, rows: int) -> RouteShape:
             f"expected uint8 or int16 ({rows}, layers, top_k)"
         )
     return "uint8" if routes.dtype == torch.uint8 else "int16", routes.shape[1], routes.shape[2]
-
-
-def _body(record: Record, header: Header) -> list[memoryview | bytes]:
-    """Every section's bytes and the zeros between them."""
-    tensors: list[Tensor | None] = [record.routes]
-    for site in sorted(record.sites):
-        part = record.sites[site]
-        tensors += [part.planes, part.scales, part.global_scale, part.checks]
-    data: list[memoryview | bytes] = [np.packbits(record.valid.cpu().numpy(), bitorder="little").tobytes()]
-    data += [_raw(t) for t in tensors if t is not None]
-    parts: list[memoryview | bytes] = []
-    end = 0
-    for (offset, size), piece in zip(sections(header), data, strict=True):
-        parts += [bytes(offset - end), piece]
-        end = offset + size
-    return parts
-
-
-def _raw(tensor: Tensor) -> memoryview | bytes:
-    """A tensor's bytes on the host, copied only if it is not contiguous there already."""
-    host = tensor.detach().cpu().contiguous()
-    return host.numpy().data.cast("B") if host.numel() else b""
 
 
 def _bytes_of(buffer: bytes | bytearray | memoryview, label: str) -> memoryview:
@@ -289,20 +272,23 @@ def _cut(body: Tensor, section: tuple[int, int]) -> Tensor:
     return body[section[0] : section[0] + section[1]]
 
 
-def _read_site(body: Tensor, entry: SiteEntry, shape: SiteShape, rows: int, plan: Plan, label: str) -> SiteRecord:
-    blocks = shape.width // shape.block
-    scales = _cut(body, entry.block_scales).view(rows, shape.vectors, scale_bytes(blocks, plan.scale_bits))
-    if not clean_padding(scales, plan.scale_bits, blocks):
-        raise GuidanceCorrupt(f"{label} at site {shape.site}: unused bits of its packed scales are not zero")
-    wide, checks = entry.global_scales, entry.checks
-    return SiteRecord(
-        shape=shape,
-        planes=_cut(body, entry.codes).view(rows, shape.vectors, plan.bits * shape.width // 8),
-        scales=scales,
-        global_scale=None if wide is None else _cut(body, wide).view(torch.float32).view(rows, shape.vectors),
-        checks=None if checks is None else _cut(body, checks).view(torch.int32),
-        scale_bits=plan.scale_bits,
-    )
+def _read_sites(frame: Tensor, layout: Layout, start: int, label: str) -> dict[Site, SiteRecord]:
+    """Views of every site, in order."""
+    bits, shapes = layout.plan.scale_bits, layout.table.shapes
+    found: list[SiteRecord | None] = [None] * len(shapes)
+    clean = True
+    for run in layout.runs:
+        parts = layout.parts(frame, start, run)
+        shape = shapes[run.sites[0]]
+        clean = clean and clean_padding(parts.scales, bits, shape.width // shape.block)
+        each = [[None] * len(run.sites) if part is None else part.unbind(0) for part in parts]
+        for index, planes, scales, wide, checks in zip(run.sites, *each, strict=True):
+            found[index] = SiteRecord(shapes[index], planes, scales, wide, checks, bits)
+    sites = {part.shape.site: part for part in found if part is not None}
+    for site, part in () if clean else sites.items():
+        if not clean_padding(part.scales, bits, part.shape.width // part.shape.block):
+            raise GuidanceCorrupt(f"{label} at site {site}: unused bits of its packed scales are not zero")
+    return sites
 
 
 def _read_valid(body: Tensor, header: Header, label: str) -> Tensor:

@@ -10,18 +10,31 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from io import BytesIO
 
 import msgspec
+import torch
 import xxhash
+from torch import Tensor
 
-from tracefp4.core import Kind, Site, SiteShape
-from tracefp4.errors import ConfigError, GuidanceCorrupt, GuidanceMismatch
-from tracefp4.guidance.codec import CHECK_BYTES, chunks
+from tracefp4.core import SiteShape
+from tracefp4.errors import ConfigError, GuidanceCorrupt, GuidanceError, GuidanceMismatch
+from tracefp4.guidance.layout import (
+    LIMITS,
+    Layout,
+    RoutesEntry,
+    RouteShape,
+    Section,
+    SiteEntry,
+    SiteTable,
+    align,
+    layout_of,
+    make_layout,
+    make_table,
+    sites_problem,
+)
 from tracefp4.guidance.plan import Plan
-from tracefp4.guidance.record import record_bytes
 
 MAGIC = b"\x89TFP4\r\n\x1a"
 """First bytes. Like those of PNG they show a transfer that changed line ends or dropped the eighth bit."""
@@ -29,66 +42,9 @@ MAGIC = b"\x89TFP4\r\n\x1a"
 VERSION = 1
 """Version of what follows the prologue. The prologue itself is the same in every version."""
 
-ALIGN = 64
-"""Sections start at multiples of this."""
-
 PROLOGUE = 64
 _PROLOGUE = struct.Struct("<8sHHIQ16s24s")
 _CHECKSUM = slice(24, 40)
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Largest values that a reader accepts, checked before anything is allocated."""
-
-    total_bytes: int = 1 << 36
-    header_bytes: int = 1 << 20
-    rows: int = 1 << 22
-    sites: int = 1 << 12
-    vectors: int = 1 << 10
-    width: int = 1 << 20
-    layers: int = 1 << 16
-
-
-LIMITS = Limits()
-"""Limits of this version."""
-
-Section = tuple[int, int]
-"""Offset from the start of the body, and length, in bytes."""
-
-
-class SiteEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One site: its shape, and where its parts lie."""
-
-    layer: int
-    kind: str
-    vectors: int
-    width: int
-    block: int
-    token_scale: bool
-    codes: Section
-    block_scales: Section
-    global_scales: Section | None
-    checks: Section | None
-
-    @property
-    def shape(self) -> SiteShape:
-        """The shape; raises ``ValueError`` for a kind that does not exist."""
-        return SiteShape(Site(self.layer, Kind(self.kind)), self.vectors, self.width, self.block, self.token_scale)
-
-
-class RoutesEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Expert routes ``(rows, layers, top_k)``."""
-
-    dtype: Literal["uint8", "int16"]
-    layers: int
-    top_k: int
-    section: Section
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one expert id."""
-        return 1 if self.dtype == "uint8" else 2
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,10 +60,6 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sites: tuple[SiteEntry, ...]
 
 
-RouteShape = tuple[Literal["uint8", "int16"], int, int]
-"""Dtype, MoE layers and top-k of expert routes."""
-
-
 def build_header(
     plan: Plan,
     shapes: Sequence[SiteShape],
@@ -119,29 +71,13 @@ def build_header(
     weights: int = 0,
 ) -> tuple[Header, int]:
     """The header of a frame with these sites, and the length of its body: sections in order, each aligned."""
-    cursor = 0
+    layout = make_layout(plan, make_table(shapes), rows, routes)
+    return header_of(layout, tokens, numerics, weights), layout.size
 
-    def place(length: int) -> Section:
-        nonlocal cursor
-        start = align(cursor)
-        cursor = start + length
-        return start, length
 
-    valid = place(-(-rows // 8))
-    entry = None
-    if routes is not None:
-        dtype, layers, top_k = routes
-        entry = RoutesEntry(dtype, layers, top_k, place(rows * layers * top_k * (1 if dtype == "uint8" else 2)))
-    sites = []
-    for shape in sorted(shapes, key=lambda s: s.site):
-        size = record_bytes(shape, plan.bits, plan.scale_bits)
-        codes, scales = place(rows * size["codes"]), place(rows * size["block_scales"])
-        global_scales = place(rows * size["global_scales"]) if shape.token_scale else None
-        checks = place(chunks(rows) * CHECK_BYTES) if plan.scale_bits != 8 else None
-        site = shape.site
-        dims = (shape.vectors, shape.width, shape.block, shape.token_scale)
-        sites.append(SiteEntry(site.layer, site.kind.value, *dims, codes, scales, global_scales, checks))
-    return Header(str(plan), tokens, numerics, weights, rows, valid, entry, tuple(sites)), cursor
+def header_of(layout: Layout, tokens: str, numerics: str, weights: int) -> Header:
+    """The header of a frame with this body."""
+    return Header(str(layout.plan), tokens, numerics, weights, layout.rows, layout.valid, layout.routes, layout.sites)
 
 
 def sections(header: Header) -> Iterator[Section]:
@@ -153,13 +89,13 @@ def sections(header: Header) -> Iterator[Section]:
         yield from (s for s in (site.codes, site.block_scales, site.global_scales, site.checks) if s is not None)
 
 
-def align(n: int) -> int:
-    """The next multiple of 64."""
-    return -(-n // ALIGN) * ALIGN
+def header_problem(header: Header, layout: Layout | None = None) -> str | None:
+    """What is wrong with a header, as part of a sentence; ``None`` if nothing is.
 
-
-def header_problem(header: Header) -> str | None:
-    """What is wrong with a header, as part of a sentence; ``None`` if nothing is."""
+    Args:
+        header: of any origin.
+        layout: one whose sites are the header's; what is wrong with them is known then.
+    """
     try:
         plan = Plan.parse(header.plan)
     except ConfigError as error:
@@ -182,45 +118,56 @@ def header_problem(header: Header) -> str | None:
         return f"{len(header.sites)} sites, at most {LIMITS.sites} are accepted"
     if bool(header.sites) != bool(plan):
         return f"plan {header.plan!r} with {len(header.sites)} sites"
-    return _sites_problem(header.sites, plan)
+    return sites_problem(header.sites, plan) if layout is None else layout.problem
 
 
-def _sites_problem(sites: Sequence[SiteEntry], plan: Plan) -> str | None:
-    known = {kind.value for kind in plan.kinds}
-    before = (-1, "")
-    for entry in sites:
-        name = f"site {entry.layer}.{entry.kind[:32]}"
-        if entry.kind not in known:
-            return f"{name}: plan {str(plan)!r} has no such kind of site"
-        if before[0] >= 0 and (entry.layer, entry.kind) <= before:
-            return f"{name} comes after site {before[0]}.{before[1]}; sites are sorted and occur once"
-        before = (entry.layer, entry.kind)
-        vectors, width = entry.vectors, entry.width
-        if not (0 <= entry.layer < LIMITS.layers and 1 <= vectors <= LIMITS.vectors and 1 <= width <= LIMITS.width):
-            return (
-                f"{name} has {vectors} vectors of {width} values, "
-                f"at most {LIMITS.vectors} of {LIMITS.width} in {LIMITS.layers} layers are accepted"
-            )
-        if entry.block < 1 or entry.width % entry.block or entry.width % 8:
-            return f"{name}: width {entry.width} is not a multiple of 8 and of the block size {entry.block}"
-    return None
+def seal(header: Header, layout: Layout, fill: Callable[[Tensor, int], None]) -> bytes:
+    """Write a frame.
+
+    Args:
+        header: of ``layout``.
+        layout: of the body.
+        fill: called with the frame, uint8 and all zeros, and the offset of the body in it; writes the sections.
+
+    Raises:
+        GuidanceError: the header says something impossible, or the frame is larger than the limits.
+    """
+    problem = header_problem(header, layout)
+    raw = encode_header(header)
+    start = align(PROLOGUE + len(raw))
+    total = start + layout.size
+    if problem is None and (len(raw) > LIMITS.header_bytes or total > LIMITS.total_bytes):
+        problem = f"a header of {len(raw)} bytes in {total}, at most {LIMITS.header_bytes} in {LIMITS.total_bytes} fit"
+    if problem is not None:
+        raise GuidanceError(f"the record cannot be framed: {problem}")
+    # The frame is written where its bytes will stay: BytesIO gives its own away uncopied once nobody else views them.
+    file = BytesIO(bytes(total))
+    with file.getbuffer() as frame:
+        frame[:PROLOGUE] = _PROLOGUE.pack(MAGIC, VERSION, 0, len(raw), total, b"", b"")
+        frame[PROLOGUE : PROLOGUE + len(raw)] = raw
+        fill(torch.frombuffer(frame, dtype=torch.uint8), start)
+        frame[_CHECKSUM] = _checksum(frame)
+    return file.getvalue()
 
 
-def seal(header: bytes, parts: Sequence[memoryview | bytes], total: int) -> bytes:
-    """Join prologue, header and body into a frame of ``total`` bytes. ``parts`` is the whole body, gaps included."""
-    head = header.ljust(align(PROLOGUE + len(header)) - PROLOGUE, b"\0")
-    start = _PROLOGUE.pack(MAGIC, VERSION, 0, len(header), total, b"", b"")
-    checksum = xxhash.xxh3_128(start[: _CHECKSUM.start])
-    for part in (start[_CHECKSUM.stop :], head, *parts):
-        checksum.update(part)
-    return b"".join((start[: _CHECKSUM.start], checksum.digest(), start[_CHECKSUM.stop :], head, *parts))
+def _checksum(frame: memoryview) -> bytes:
+    """XXH3, 128 bits, of everything but itself."""
+    checksum = xxhash.xxh3_128(frame[: _CHECKSUM.start])
+    checksum.update(frame[_CHECKSUM.stop :])
+    return checksum.digest()
 
 
-def open_frame(frame: memoryview, label: str) -> tuple[Header, tuple[SiteShape, ...], int]:
+def open_frame(frame: memoryview, label: str, table: SiteTable | None = None) -> tuple[Header, Layout, int]:
     """Check a frame as a whole and read its header.
 
+    Args:
+        frame: all of it.
+        label: what messages call it.
+        table: the sites that it should have. It may have others; if it has these, their places are known already and
+            need only be compared.
+
     Returns:
-        the header, the shapes of its sites in order, and the offset of the body.
+        the header, the layout of the body, and the offset of the body.
 
     Raises:
         GuidanceCorrupt: the frame is not whole, not ours, or says something impossible.
@@ -235,14 +182,38 @@ def open_frame(frame: memoryview, label: str) -> tuple[Header, tuple[SiteShape, 
         header = _DECODER.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise GuidanceCorrupt(f"{label}: its header of {length} bytes is no header: {error}") from None
-    problem = header_problem(header)
+    layout = None if table is None else _known(header, table)
+    problem = header_problem(header, layout)
     if problem is None and _ENCODER.encode(header) != raw:
         problem = "its header is not in canonical form"
     if problem is not None:
         raise GuidanceCorrupt(f"{label}: {problem}")
-    shapes = tuple(entry.shape for entry in header.sites)
-    _check_places(frame, header, shapes, length, label)
-    return header, shapes, align(PROLOGUE + length)
+    if layout is None:
+        layout = make_layout(
+            Plan.parse(header.plan),
+            make_table([entry.shape for entry in header.sites]),
+            header.rows,
+            _route_shape(header),
+        )
+    _check_places(frame, header, layout, length, label)
+    return header, layout, align(PROLOGUE + length)
+
+
+def _known(header: Header, table: SiteTable) -> Layout | None:
+    """The layout of a body with the sites of ``table``, if that is what an unchecked header describes."""
+    if len(header.sites) != len(table.shapes) or not 0 <= header.rows <= LIMITS.rows:
+        return None
+    try:
+        plan = Plan.parse(header.plan)
+    except ConfigError:
+        return None
+    layout = layout_of(plan, table, header.rows, _route_shape(header))
+    return layout if layout.sites == header.sites else None
+
+
+def _route_shape(header: Header) -> RouteShape | None:
+    routes = header.routes
+    return None if routes is None else (routes.dtype, routes.layers, routes.top_k)
 
 
 def _check_prologue(frame: memoryview, label: str) -> int:
@@ -260,37 +231,25 @@ def _check_prologue(frame: memoryview, label: str) -> int:
             f"{label} has a header of {length} bytes in {total}; at most {LIMITS.header_bytes} in {LIMITS.total_bytes} "
             "are accepted"
         )
-    found = xxhash.xxh3_128(frame[: _CHECKSUM.start])
-    found.update(frame[_CHECKSUM.stop :])
-    if found.digest() != checksum:
-        raise GuidanceCorrupt(f"{label} was altered: its checksum is {found.hexdigest()}, it says {checksum.hex()}")
+    found = _checksum(frame)
+    if found != checksum:
+        raise GuidanceCorrupt(f"{label} was altered: its checksum is {found.hex()}, it says {checksum.hex()}")
     if reserved or any(rest):
         raise GuidanceCorrupt(f"{label} has reserved bytes that are not zero")
     return length
 
 
-def _check_places(frame: memoryview, header: Header, shapes: Sequence[SiteShape], length: int, label: str) -> None:
+def _check_places(frame: memoryview, header: Header, layout: Layout, length: int, label: str) -> None:
     """The places in the header are the computed ones, the frame ends where the last section does, gaps are zero."""
-    routes = header.routes
-    expected, body = build_header(
-        Plan.parse(header.plan),
-        shapes,
-        header.rows,
-        routes=None if routes is None else (routes.dtype, routes.layers, routes.top_k),
-        tokens=header.tokens,
-        numerics=header.numerics,
-        weights=header.weights,
-    )
     start = align(PROLOGUE + length)
-    if start + body != len(frame):
-        raise GuidanceCorrupt(f"{label} has {len(frame)} bytes, its header describes {start + body}")
-    if expected != header:
+    if start + layout.size != len(frame):
+        raise GuidanceCorrupt(f"{label} has {len(frame)} bytes, its header describes {start + layout.size}")
+    if (header.valid, header.routes, header.sites) != (layout.valid, layout.routes, layout.sites):
         raise GuidanceCorrupt(f"{label}: the places of its sections are not those that its shapes give")
-    end = PROLOGUE + length
-    for offset, size in sections(header):
-        if any(frame[end : start + offset]):
-            raise GuidanceCorrupt(f"{label}: bytes {end} to {start + offset} lie between sections and are not zero")
-        end = start + offset + size
+    gaps = [(PROLOGUE + length, start), *((start + a, start + b) for a, b in layout.gaps)]
+    if b"".join([frame[a:b] for a, b in gaps]).strip(b"\0"):
+        a, b = next((a, b) for a, b in gaps if any(frame[a:b]))
+        raise GuidanceCorrupt(f"{label}: bytes {a} to {b} lie between sections and are not zero")
 
 
 def _foreign(head: bytes) -> str:

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 from tracefp4.core import SiteShape
 from tracefp4.guidance.codec import CHECK_BYTES, CHUNK
-from tracefp4.guidance.header import Header, RouteShape, build_header, encode_header, open_frame
-from tracefp4.guidance.header import align as _align
+from tracefp4.guidance.header import Header, build_header, encode_header, open_frame
+from tracefp4.guidance.layout import RouteShape
+from tracefp4.guidance.layout import align as _align
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import record_bytes
 

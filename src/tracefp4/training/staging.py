@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tracefp4.core import Site
 from tracefp4.guidance.codec import chunks
-from tracefp4.guidance.header import align
+from tracefp4.guidance.layout import align
 from tracefp4.guidance.record import Record, SiteRecord
 
 _FILL = {"planes": 0, "scales": 0, "global_scale": 1, "checks": 0}
