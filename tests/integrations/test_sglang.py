@@ -121,7 +121,7 @@ def test_scales_in_a_kernels_own_layout_alone_are_refused(native):
     recorder, pool = native
     pool.v_scale_buffer = None
     with pytest.raises(EngineError, match="own layout alone"):
-        recorder.pool.stored(0, Kind.V, torch.tensor([1]))
+        recorder.pool.stored([0], Kind.V, torch.tensor([1]))
 
 
 def swizzle(scales):

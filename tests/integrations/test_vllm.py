@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from tracefp4.core import Kind, Site
+from tracefp4.core import Kind
 from tracefp4.errors import ConfigError, EngineError, GuidanceCorrupt
 from tracefp4.formats import e2m1, e4m3
 from tracefp4.formats.spec import get_spec
@@ -167,11 +167,13 @@ def test_what_the_emulation_rounds_is_recorded_token_by_token_and_slot_by_slot()
     assert out[0][0][0] is x
     found.keep(found.end())
     for site, value, vectors in ((Kind.EXPERTS_IN, x, 1), (Kind.EXPERTS_MID, h, LAYOUT.top_k)):
-        rows = found.mirror.read(Site(1, site), slots)
+        table = found.mirror.table
+        runs = dict(zip((table.of(run)[0].site.kind for run in table.runs), found.mirror.read(slots), strict=True))
+        rows = runs[site]
         expected = requantize(value, scales[id(value)])
-        assert torch.equal(rows.scales.flatten(), expected.scales.flatten())
-        assert torch.equal(rows.global_scale.flatten(), expected.global_scale.flatten())
-        assert rows.planes.shape[:2] == (3, vectors)
+        assert torch.equal(rows.scales[1].flatten(), expected.scales.flatten())
+        assert torch.equal(rows.global_scale[1].flatten(), expected.global_scale.flatten())
+        assert rows.planes.shape[:3] == (len(LAYOUT.moe_layers), 3, vectors)
 
 
 def test_an_emulation_that_rounds_otherwise_is_refused():

@@ -259,4 +259,6 @@ def test_every_site_of_the_spec_is_reached_and_quantized(make_bench, make_reques
     with probe(engine.model) as calls:
         engine.generate([make_request("a", 5)])
     table = coverage(engine.model, engine.spec, calls)  # raises for a module that stayed in bfloat16
-    assert {row.kind for row in table.rows if row.kind in set(Kind)} == {s.site.kind for s in engine.capture.shapes}
+    assert {row.kind for row in table.rows if row.kind in set(Kind)} == {
+        s.site.kind for s in engine.capture.table.shapes
+    }

@@ -48,7 +48,9 @@ def test_recorded_codes_are_those_in_the_pool(make_bench, make_request):
         slots = torch.tensor(engine.pages.slots(running[0].pages, 0, running[0].length - 1)) if running else None
         if slots is not None:
             stored = {
-                (s, k): engine.pool.stored(s, k, slots) for s in engine.layout.kv_layers for k in (Kind.K, Kind.V)
+                (layer, kind): tuple(part[0] for part in engine.pool.stored([layer], kind, slots))
+                for layer in engine.layout.kv_layers
+                for kind in (Kind.K, Kind.V)
             }
         finished = engine.step()
     record = bench.record(finished[0])

@@ -87,13 +87,13 @@ def test_the_pool_returns_what_it_stored(spec):
     assert torch.equal(pool.read(1, torch.tensor([[1], [2]]))[Kind.V].squeeze(1), expected[:2])
     if pool.numerics is None:
         with pytest.raises(EngineError, match="no codes"):
-            pool.stored(1, Kind.V, slots)
+            pool.stored([1], Kind.V, slots)
     else:
         # 4 bits a value and a byte for 16 of them, K and V, two layers
         assert pool.nbytes == 12 * 2 * 2 * layout.kv_heads * (layout.head_dim // 2 + layout.head_dim // 16)
-        codes, scales = pool.stored(1, Kind.V, slots)
+        codes, scales = pool.stored([1], Kind.V, slots)
         q = quantize(v, pool.numerics)
-        assert torch.equal(e2m1.unpack(codes), q.codes) and torch.equal(scales, q.scales)
+        assert torch.equal(e2m1.unpack(codes), q.codes[None]) and torch.equal(scales, q.scales[None])
 
 
 def test_numerics_without_a_constant_scale_are_refused():

@@ -1,10 +1,11 @@
 """A record as bytes and back, checked before anything is believed.
 
-``encode`` writes a record into one immutable buffer. ``decode`` gives it back without copying: the tensors of the
-record share the memory of the buffer, which may be a mapped file. Between the two lies a network or a disk, and a
-trainer that follows altered or misplaced guidance would train on noise without noticing. So ``decode`` accepts exactly
-the bytes that ``encode`` produces, for exactly the sequence, plan, shapes, numerics and weights that the caller
-expects, and says in one sentence what differs otherwise. Nothing is padded, cut or repaired.
+``encode`` writes a record into one immutable buffer, ``encode_rows`` one sequence of a sheaf. ``decode`` gives it back
+without copying: the tensors of the record share the memory of the buffer, which may be a mapped file. Between the two
+lies a network or a disk, and a trainer that follows altered or misplaced guidance would train on noise without
+noticing. So ``decode`` accepts exactly the bytes that ``encode`` produces, for exactly the sequence, plan, shapes,
+numerics and weights that the caller expects, and says in one sentence what differs otherwise. Nothing is padded, cut or
+repaired.
 
 The order of checks: length and magic, limits, checksum of every byte, version, header (known fields only, canonical),
 the place of every section computed anew, gaps and unused bits zero, then the caller's expectation. Nothing is
@@ -25,14 +26,15 @@ from torch import Tensor
 
 from tracefp4.core import Site, SiteShape
 from tracefp4.errors import ConfigError, GuidanceCorrupt, GuidanceError, GuidanceMismatch, GuidanceStale
-from tracefp4.guidance.codec import chunks, clean_padding, scale_bytes
+from tracefp4.guidance.codec import CHUNK, chunks, clean_padding, scale_bytes
 from tracefp4.guidance.header import LIMITS, Header, header_of, open_frame, seal
 from tracefp4.guidance.layout import Layout, RouteShape, layout_of, table_of
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
+from tracefp4.guidance.sheaf import Sheaf
 from tracefp4.guidance.sizes import account, bytes_per_token, sizes
 
-__all__ = ["LIMITS", "Expectation", "account", "bytes_per_token", "decode", "encode", "sizes"]
+__all__ = ["LIMITS", "Expectation", "account", "bytes_per_token", "decode", "encode", "encode_rows", "sizes"]
 
 _FREEZE = threading.Lock()
 
@@ -78,7 +80,7 @@ def encode(record: Record) -> bytes:
     layout = layout_of(plan, table_of([part.shape for part in record.sites.values()]), record.rows, routes)
 
     def fill(frame: Tensor, start: int) -> None:
-        for run in layout.runs:
+        for run in layout.table.runs:
             places = [[None] * len(run.sites) if p is None else p.unbind(0) for p in layout.parts(frame, start, run)]
             for index, *own in zip(run.sites, *places, strict=True):
                 part = record.sites[layout.table.shapes[index].site]
@@ -89,6 +91,39 @@ def encode(record: Record) -> bytes:
         _write_ends(frame[start:], layout, record.valid, record.routes)
 
     return seal(header_of(layout, record.token_hash, record.numerics_hash, record.weight_version), layout, fill)
+
+
+def encode_rows(
+    sheaf: Sheaf, start: int, rows: int, *, token_hash: str, numerics_hash: str, weight_version: int
+) -> bytes:
+    """Write one sequence of a sheaf as a frame, the same that :func:`encode` makes of a record of it.
+
+    Args:
+        sheaf: on the host.
+        start: first row of the sequence, a multiple of 16.
+        rows: of the sequence.
+        token_hash: as in a record.
+        numerics_hash: as in a record.
+        weight_version: as in a record.
+
+    Raises:
+        GuidanceError: the sheaf has no such rows, or the frame is larger than the limits.
+    """
+    valid = sheaf.check_rows(start, rows)
+    layout = layout_of(sheaf.layout.plan, sheaf.layout.table, rows, None)
+
+    def fill(frame: Tensor, offset: int) -> None:
+        for run, source in zip(layout.table.runs, sheaf.parts, strict=True):
+            target = layout.parts(frame, offset, run)
+            target.planes.copy_(source.planes[:, start : start + rows])
+            target.scales.copy_(source.scales[:, start : start + rows])
+            if target.global_scale is not None and source.global_scale is not None:
+                target.global_scale.copy_(source.global_scale[:, start : start + rows])
+            if target.checks is not None and source.checks is not None:
+                target.checks.copy_(source.checks[:, start // CHUNK : start // CHUNK + chunks(rows)])
+        _write_ends(frame[offset:], layout, valid, None)
+
+    return seal(header_of(layout, token_hash, numerics_hash, weight_version), layout, fill)
 
 
 def _write_ends(body: Tensor, layout: Layout, valid: Tensor, routes: Tensor | None) -> None:
@@ -277,7 +312,7 @@ def _read_sites(frame: Tensor, layout: Layout, start: int, label: str) -> dict[S
     bits, shapes = layout.plan.scale_bits, layout.table.shapes
     found: list[SiteRecord | None] = [None] * len(shapes)
     clean = True
-    for run in layout.runs:
+    for run in layout.table.runs:
         parts = layout.parts(frame, start, run)
         shape = shapes[run.sites[0]]
         clean = clean and clean_padding(parts.scales, bits, shape.width // shape.block)

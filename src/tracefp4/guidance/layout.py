@@ -16,7 +16,7 @@ A body is therefore written and read in about ten operations instead of some hun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -100,17 +100,30 @@ def align(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
+class Run(NamedTuple):
+    """Sites that differ in nothing but their layer, and between which the same sites lie each time."""
+
+    sites: tuple[int, ...]
+    """Indices into the table."""
+
+    @property
+    def second(self) -> int:
+        """Index of the second site, or of the only one."""
+        return self.sites[min(1, len(self.sites) - 1)]
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class SiteTable:
-    """Sites in the order of a frame, and which of them are alike. Made by :func:`table_of`; compared by identity."""
+    """Sites in the order of a frame, and how they repeat. Compared by identity, see :func:`table_of`."""
 
     shapes: tuple[SiteShape, ...]
-    groups: tuple[tuple[int, ...], ...]
-    """Indices into ``shapes`` of sites that differ in nothing but their layer, in order."""
+    runs: tuple[Run, ...]
+    """Each site is in one of them. They do not depend on the number of rows, so all bodies with these sites share them.
+    """
 
-    def group(self, index: int) -> tuple[SiteShape, ...]:
-        """Shapes of a group."""
-        return tuple(self.shapes[i] for i in self.groups[index])
+    def of(self, run: Run) -> tuple[SiteShape, ...]:
+        """Shapes of a run."""
+        return tuple(self.shapes[i] for i in run.sites)
 
 
 def table_of(shapes: Sequence[SiteShape]) -> SiteTable:
@@ -121,10 +134,17 @@ def table_of(shapes: Sequence[SiteShape]) -> SiteTable:
 def make_table(shapes: Sequence[SiteShape]) -> SiteTable:
     """A new table of sites, in any order."""
     ordered = tuple(sorted(shapes, key=lambda s: s.site))
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for i, s in enumerate(ordered):
-        groups.setdefault((s.site.kind, s.vectors, s.width, s.block, s.token_scale), []).append(i)
-    return SiteTable(ordered, tuple(map(tuple, groups.values())))
+    looks = [(s.site.kind, s.vectors, s.width, s.block, s.token_scale) for s in ordered]
+    runs: list[list[int]] = []
+    newest: dict[object, list[int]] = {}
+    for i, look in enumerate(looks):
+        run = newest.get(look)
+        if run is not None and (len(run) == 1 or looks[run[-2] : run[-1]] == looks[run[-1] : i]):
+            run.append(i)
+        else:
+            newest[look] = [i]
+            runs.append(newest[look])
+    return SiteTable(ordered, tuple(Run(tuple(run)) for run in runs))
 
 
 class Parts(NamedTuple):
@@ -138,18 +158,6 @@ class Parts(NamedTuple):
     """float32 ``(L, T, vectors)``."""
     checks: Tensor | None
     """int32 ``(L, ceil(T / 16))``."""
-
-
-class Run(NamedTuple):
-    """Sites of one group whose sections lie at equal distances."""
-
-    group: int
-    first: int
-    """Position in the group of the first one."""
-    sites: tuple[int, ...]
-    """Indices into the table."""
-    step: int
-    """Bytes from one site to the next."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -166,7 +174,6 @@ class Layout:
     """Bytes of the body."""
     gaps: tuple[Section, ...]
     """First byte of what lies between two sections, and the byte after its last; always zeros."""
-    runs: tuple[Run, ...]
     problem: str | None
     """What is wrong with the sites (:func:`sites_problem`)."""
 
@@ -176,16 +183,17 @@ class Layout:
         Args:
             frame: uint8, a frame at an address that is a multiple of 4.
             start: where its body starts, a multiple of 64.
-            run: of :attr:`runs`.
+            run: of the table.
         """
         entry, shape = self.sites[run.sites[0]], self.table.shapes[run.sites[0]]
         whole = (self.rows, shape.vectors)
+        step = self.sites[run.second].codes[0] - entry.codes[0]
 
         def view(section: Section, dtype: torch.dtype, *dims: int) -> Tensor:
             size, strides = dtype.itemsize, [1]
             for dim in reversed(dims[1:]):
                 strides.append(strides[-1] * dim)
-            strides.append(run.step // size)
+            strides.append(step // size)
             flat = frame if size == 1 else frame[: len(frame) // size * size].view(dtype)
             return flat.as_strided((len(run.sites), *dims), strides[::-1], (start + section[0]) // size)
 
@@ -232,8 +240,8 @@ def make_layout(
         dims = (shape.site.layer, shape.site.kind.value, shape.vectors, shape.width, shape.block, shape.token_scale)
         parts = place(rows * codes), place(rows * scales), place(rows * wide) if shape.token_scale else None
         sites.append(SiteEntry(*dims, *parts, place(chunks(rows) * CHECK_BYTES) if plan.scale_bits != 8 else None))
-    entries, runs = tuple(sites), tuple(_runs(table, sites))
-    return Layout(plan, table, rows, valid, entry, entries, end, tuple(gaps), runs, sites_problem(entries, plan))
+    entries = tuple(sites)
+    return Layout(plan, table, rows, valid, entry, entries, end, tuple(gaps), sites_problem(entries, plan))
 
 
 def _row_bytes(plan: Plan, table: SiteTable) -> RowBytes:
@@ -242,21 +250,6 @@ def _row_bytes(plan: Plan, table: SiteTable) -> RowBytes:
 
 _kept_table = lru_cache(maxsize=32)(make_table)
 _kept_row_bytes = lru_cache(maxsize=64)(_row_bytes)
-
-
-def _runs(table: SiteTable, sites: Sequence[SiteEntry]) -> Iterator[Run]:
-    """Cut each group where the distance changes. Sites of a group have parts of equal sizes, so one distance does."""
-    for number, group in enumerate(table.groups):
-        starts = [sites[i].codes[0] for i in group]
-        first = 0
-        while first < len(group):
-            stop, step = first + 1, 0
-            if stop < len(group):
-                step = starts[stop] - starts[first]
-                while stop < len(group) and starts[stop] - starts[stop - 1] == step:
-                    stop += 1
-            yield Run(number, first, group[first:stop], step)
-            first = stop
 
 
 def sites_problem(sites: Sequence[SiteEntry], plan: Plan) -> str | None:

@@ -5,13 +5,15 @@ true of slots is true of guidance: a prompt that samples share has its rows once
 and what a freed slot held is overwritten by its next owner. Codes of K and V need no recording at all: the pool *is*
 the record.
 
-One row is bytes, site after site of the plan, and in a site vector after vector::
+One row is bytes, run after run of equal sites (:class:`~tracefp4.guidance.layout.Run`), in a run site after site, and
+in a site vector after vector::
 
     [ bit planes: bits * width / 8 | block scales: width / block, whole bytes | global scale: 4 | ticket: 4 ]
 
-so that one scatter writes an outcome and one gather reads it. The *ticket* (:mod:`tracefp4.rollout.request`) says who
-wrote the row; a row that bears another ticket was never recorded and is marked invalid. Scales are whole here even if
-the plan sends three bits of them: their checksum is taken over the whole bytes.
+so that one scatter writes an outcome, one gather reads all sites, and one view shows all sites of a run. The *ticket*
+(:mod:`tracefp4.rollout.request`) says who wrote the row; a row that bears another ticket was never recorded and is
+marked invalid. Scales are whole here even if the plan sends three bits of them: their checksum is taken over the whole
+bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from tracefp4.core import KV_KINDS, Site, SiteShape, route_dtype
 from tracefp4.errors import EngineError
+from tracefp4.guidance.layout import table_of
 from tracefp4.guidance.rounding import Rounding
 from tracefp4.models.layout import ModelLayout
 
@@ -54,16 +57,16 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Recorded outcomes of one site for ``T`` slots, on the device."""
+    """Recorded outcomes of a run of ``L`` sites for ``T`` slots, on the device."""
 
     planes: Tensor
-    """uint8 ``(T, vectors, bits * width / 8)``."""
+    """uint8 ``(L, T, vectors, bits * width / 8)``."""
     scales: Tensor
-    """uint8 ``(T, vectors, width / block)``, whole bytes."""
+    """uint8 ``(L, T, vectors, width / block)``, whole bytes."""
     global_scale: Tensor | None
-    """float32 ``(T, vectors)``."""
+    """float32 ``(L, T, vectors)``."""
     tickets: Tensor
-    """int32 ``(T, vectors)``."""
+    """int32 ``(L, T, vectors)``."""
 
 
 class Capture:
@@ -80,10 +83,10 @@ class Capture:
     def __init__(
         self, layout: ModelLayout, shapes: tuple[SiteShape, ...], bits: int, slots: int, device: torch.device
     ) -> None:
-        self.shapes, self.bits = shapes, bits
+        self.table, self.bits = table_of(shapes), bits
         self._columns: dict[Site, _Column] = {}
         end = 0
-        for shape in shapes:
+        for shape in (shape for run in self.table.runs for shape in self.table.of(run)):
             if shape.site.kind not in KV_KINDS:
                 column = _Column(shape, end, bits * shape.width // 8, shape.width // shape.block)
                 self._columns[shape.site] = column
@@ -153,11 +156,20 @@ class Capture:
             raise EngineError("a model without MoE layers has no routes to record")
         self.routes[:, index].index_put_((slots,), chosen.to(self.routes.dtype))
 
-    def read(self, site: Site, slots: Tensor) -> Rows:
-        """Gather an expert site's rows of ``slots (T,)``."""
-        column = self._columns[site]
-        data = self._view(column).index_select(0, slots)
-        planes, scales, rest = data.tensor_split((column.planes, column.planes + column.scales), dim=-1)
+    def read(self, slots: Tensor) -> list[Rows | None]:
+        """Gather the rows of ``slots (T,)``: what was recorded of each run of the table, ``None`` if the pool has it.
+
+        One gather, whatever the number of sites.
+        """
+        data = self._rows.index_select(0, slots)
+        columns = [[self._columns.get(shape.site) for shape in self.table.of(run)] for run in self.table.runs]
+        return [None if run[0] is None else self._cut(data, run[0], len(run)) for run in columns]
+
+    def _cut(self, data: Tensor, column: _Column, sites: int) -> Rows:
+        """The rows of ``sites`` equal sites that start with ``column``."""
+        part = data.narrow(1, column.start, sites * (column.stop - column.start))
+        part = part.unflatten(1, (sites, column.shape.vectors, column.vector)).transpose(0, 1)
+        planes, scales, rest = part.tensor_split((column.planes, column.planes + column.scales), dim=-1)
         scale = None
         if column.shape.token_scale:
             scale, rest = _words(rest[..., :_GLOBAL], torch.float32), rest[..., _GLOBAL:]

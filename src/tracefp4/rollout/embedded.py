@@ -152,7 +152,7 @@ class EmbeddedEngine:
         """What this engine can do."""
         return Capabilities(
             name="embedded",
-            kinds=frozenset(Kind(shape.site.kind) for shape in self.capture.shapes),
+            kinds=frozenset(Kind(shape.site.kind) for shape in self.capture.table.shapes),
             routes=self.capture.routes is not None,
             truncated_sampling=True,
             stop_strings=self._stops.finds_text,

@@ -2,7 +2,8 @@
 
 When a sequence ends, its rows are gathered by slot before the slots are given away: expert sites from the record, K, V
 and latents from the pool itself. All sequences that end in one step are gathered together, cut to the plan's bits and
-summed up on the device, and cross to the host in one copy for each tensor; then each becomes a frame.
+summed up on the device, and cross to the host in one copy of the sheaf that they make; then each becomes a frame. Sites
+of a run are handled as one tensor, so the number of operations does not grow with the number of layers.
 
 Sequences stand one after the other, each padded to whole chunks of the scale checks, so that the checks of all of them
 are computed at once. A rollout of ``N`` tokens has ``N - 1`` rows: the last sampled token was never forwarded.
@@ -17,20 +18,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracefp4.core import KV_KINDS, Handle, Site, SiteShape
+from tracefp4.core import Handle, SiteShape
 from tracefp4.errors import EngineError
 from tracefp4.formats import e2m1
-from tracefp4.guidance.codec import CHUNK, chunks, pack_scales, scale_checks
-from tracefp4.guidance.frame import encode
+from tracefp4.guidance.codec import CHUNK, pack_bits
+from tracefp4.guidance.frame import encode_rows
 from tracefp4.guidance.plan import Plan
-from tracefp4.guidance.record import Record, SiteRecord, token_hash
+from tracefp4.guidance.record import token_hash
+from tracefp4.guidance.sheaf import Sheaf
 from tracefp4.guidance.store import Store, make_key
-from tracefp4.rollout.capture import Capture, Rows
+from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.pool import KVPool, PageAllocator, StoredKV
 from tracefp4.rollout.request import Sequence
 
 ROWS_AT_ONCE = 32768
 """Rows gathered at once, which bounds the memory of a step in which many long sequences end."""
+
+VALUES_AT_ONCE = 1 << 25
+"""Values of a run whose codes are unpacked, or whose scales are summed up, at once: this bounds temporary memory."""
 
 
 @dataclass(slots=True)
@@ -120,30 +125,25 @@ class Harvester:
     def _ship(
         self, group: _Group, routes: Items[Tensor | None], plan: Plan, store: Store, weight_version: int
     ) -> list[Harvested]:
-        valid, sites = gather(self.capture, self.pool, group.slots, group.expected, plan)
-        all_valid, all_sites = valid.cpu(), {site: record.to("cpu") for site, record in sites.items()}
+        sheaf = gather(self.capture, self.pool, group.slots, group.expected, plan).cpu()
         found = []
         for sequence, start, part, ok in zip(
-            group.sequences, group.starts, routes, _cut(group, all_valid), strict=True
+            group.sequences, group.starts, routes, _cut(group, sheaf.valid), strict=True
         ):
-            rows = sequence.length - 1
-            record = Record(
-                plan=str(plan),
+            frame = encode_rows(
+                sheaf,
+                start,
+                sequence.length - 1,
                 token_hash=token_hash(sequence.tokens),
                 numerics_hash=self.numerics_hash,
                 weight_version=weight_version,
-                rows=rows,
-                valid=ok,
-                sites={site: _rows_of(record, start, rows) for site, record in all_sites.items()},
             )
             key = make_key(sequence.request.id, sequence.sample, sequence.arrival, f"v{weight_version}")
-            found.append(Harvested(part, store.put(key, encode(record)), int((~ok).sum())))
+            found.append(Harvested(part, store.put(key, frame), int((~ok).sum())))
         return found
 
 
-def gather(
-    capture: Capture, pool: StoredKV | None, slots: Tensor, expected: Tensor, plan: Plan
-) -> tuple[Tensor, dict[Site, SiteRecord]]:
+def gather(capture: Capture, pool: StoredKV | None, slots: Tensor, expected: Tensor, plan: Plan) -> Sheaf:
     """Read the rows of some slots and cut them to a plan's bits.
 
     Args:
@@ -154,50 +154,42 @@ def gather(
         plan: what is kept.
 
     Returns:
-        Validity ``(R,)`` and a record of every site, on the device of ``capture``.
+        A sheaf of ``R`` rows, on the device of ``capture``.
 
     Raises:
         EngineError: the plan has KV sites and there is no pool.
     """
-    experts: dict[Site, Rows] = {
-        shape.site: capture.read(shape.site, slots) for shape in capture.shapes if shape.site.kind not in KV_KINDS
-    }
+    table, recorded = capture.table, capture.read(slots)
     valid = (capture.stamps(slots) == expected) & (expected > 0)
-    for rows in experts.values():
-        valid &= (rows.tickets == expected.unsqueeze(1)).all(dim=1)
-    sites = {}
-    for shape in capture.shapes:
-        rows = experts.get(shape.site)
-        sites[shape.site] = (
-            _from_pool(shape, pool, slots, valid, plan)
-            if rows is None
-            else _pack(shape, rows.planes, rows.scales, rows.global_scale, valid, plan)
-        )
-    return valid, sites
+    for rows in recorded:
+        if rows is not None:
+            valid &= (rows.tickets == expected[None, :, None]).all(dim=2).all(dim=0)
+    sheaf = Sheaf.new(plan, table, valid)
+    for index, (run, rows) in enumerate(zip(table.runs, recorded, strict=True)):
+        shapes = table.of(run)
+        for part in _parts(shapes, slots.numel()):
+            if rows is None:
+                planes, scales = _from_pool(shapes[part], pool, slots, plan)
+                sheaf.put(index, part.start, planes, scales, None)
+            else:
+                wide = None if rows.global_scale is None else rows.global_scale[part]
+                sheaf.put(index, part.start, rows.planes[part], rows.scales[part], wide)
+    return sheaf
 
 
-def _from_pool(shape: SiteShape, pool: StoredKV | None, slots: Tensor, valid: Tensor, plan: Plan) -> SiteRecord:
+def _parts(shapes: Items[SiteShape], rows: int) -> Iterable[slice]:
+    """Cut a run into parts of at most :data:`VALUES_AT_ONCE` values, or of one site."""
+    step = max(1, VALUES_AT_ONCE // max(1, rows * shapes[0].values))
+    return (slice(first, min(first + step, len(shapes))) for first in range(0, len(shapes), step))
+
+
+def _from_pool(shapes: Items[SiteShape], pool: StoredKV | None, slots: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Planes and whole scales of KV sites of one run."""
+    first, layers = shapes[0].site, [shape.site.layer for shape in shapes]
     if pool is None:
-        raise EngineError(f"plan {str(plan)!r} records site {shape.site}, but there is no pool to read it from")
-    packed, scales = (part.to(slots.device) for part in pool.stored(shape.site.layer, shape.site.kind, slots))
-    return SiteRecord.pack(shape, e2m1.unpack(packed), scales, None, plan.bits, plan.scale_bits, valid)
-
-
-def _pack(
-    shape: SiteShape, planes: Tensor, scales: Tensor, global_scale: Tensor | None, valid: Tensor, plan: Plan
-) -> SiteRecord:
-    """Cut whole scales to the plan's bits; the planes were cut when they were recorded."""
-    checks = None if plan.scale_bits == 8 else scale_checks(scales.flatten(1), valid)
-    packed = pack_scales(scales.contiguous(), plan.scale_bits)
-    return SiteRecord(shape, planes.contiguous(), packed, global_scale, checks, plan.scale_bits)
-
-
-def _rows_of(record: SiteRecord, start: int, rows: int) -> SiteRecord:
-    """One sequence's part of a group's record; its checks are those of its own chunks."""
-    part = record.slice(start, start + rows, checks=False)
-    if record.checks is not None:
-        part.checks = record.checks[start // CHUNK : start // CHUNK + chunks(rows)]
-    return part
+        raise EngineError(f"plan {str(plan)!r} records site {first}, but there is no pool to read it from")
+    packed, scales = (part.to(slots.device) for part in pool.stored(layers, first.kind, slots))
+    return pack_bits(e2m1.unpack(packed), plan.bits), scales
 
 
 def _cut(group: _Group, tensor: Tensor) -> list[Tensor]:

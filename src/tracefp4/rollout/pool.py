@@ -18,7 +18,7 @@ One page more than the engine may use is kept for *padding*: rows that fill up a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -113,14 +113,14 @@ def kv_sizes(layout: ModelLayout) -> dict[Kind, tuple[int, int]]:
 class StoredKV(Protocol):
     """What a finished request's K and V are read from."""
 
-    def stored(self, layer: int, kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def stored(self, layers: Sequence[int], kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`KVPool.stored`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Plane:
-    """Storage of one layer: codes (or values) and scales, first axis the slot, kind after kind, vector after vector."""
+    """View of one layer: codes (or values) and scales, first axis the slot, kind after kind, vector after vector."""
 
     codes: Tensor
     scales: Tensor | None
@@ -158,16 +158,22 @@ class KVPool:
         for kind, (vectors, size) in self.sizes.items():
             self._columns[kind] = slice(width, width + vectors * size)
             width += vectors * size
-        self._planes = {layer: self._allocate(slots, width, device) for layer in layout.kv_layers}
+        self._codes, self._scales = self._allocate(len(layout.kv_layers), slots, width, device)
+        self._index = {layer: i for i, layer in enumerate(layout.kv_layers)}
+        self._planes = {
+            layer: _Plane(self._codes[i], None if self._scales is None else self._scales[i])
+            for layer, i in self._index.items()
+        }
 
-    def _allocate(self, slots: int, width: int, device: torch.device) -> _Plane:
+    def _allocate(self, layers: int, slots: int, width: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Codes (or values) and scales of all layers, side by side so that one gather reads them all."""
         n = self.numerics
         if n is None:
-            return _Plane(torch.zeros(slots, width, dtype=self.dtype, device=device), None)
-        codes = torch.zeros(slots, width // 2, dtype=torch.uint8, device=device)
+            return torch.zeros(layers, slots, width, dtype=self.dtype, device=device), None
+        codes = torch.zeros(layers, slots, width // 2, dtype=torch.uint8, device=device)
         if self.for_kernels:
             codes = codes.view(torch.int16)
-        return _Plane(codes, torch.zeros(slots, width // n.block, dtype=torch.uint8, device=device))
+        return codes, torch.zeros(layers, slots, width // n.block, dtype=torch.uint8, device=device)
 
     def _takes_kernels(self, dtype: torch.dtype, device: torch.device) -> bool:
         k, v = self.sizes.get(Kind.K), self.sizes.get(Kind.V)
@@ -241,20 +247,23 @@ class KVPool:
             for kind, (vectors, width) in self.sizes.items()
         }
 
-    def stored(self, layer: int, kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Packed codes ``(T, vectors, width / 2)`` and scale bytes ``(T, vectors, width / block)`` of ``slots (T,)``.
+    def stored(self, layers: Sequence[int], kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``slots (T,)`` of ``L`` layers store.
+
+        Returns:
+            packed codes ``(L, T, vectors, width / 2)`` and scale bytes ``(L, T, vectors, width / block)``.
 
         Raises:
             EngineError: the pool is not quantized.
         """
-        plane, columns, vectors = self._planes[layer], self._columns[kind], self.sizes[kind][0]
-        if plane.scales is None or self.numerics is None:
-            raise EngineError(f"layer {layer} stores {kind} in {self.dtype}: there are no codes to read")
-        block, size, slots = self.numerics.block, 4 if self.for_kernels else 2, slots.to(plane.codes.device)
-        codes = plane.codes[:, columns.start // size : columns.stop // size].index_select(0, slots)
-        scales = plane.scales[:, columns.start // block : columns.stop // block].index_select(0, slots)
+        columns, vectors, n = self._columns[kind], self.sizes[kind][0], self.numerics
+        if self._scales is None or n is None:
+            raise EngineError(f"layer {layers[0]} stores {kind} in {self.dtype}: there are no codes to read")
+        size, index = 4 if self.for_kernels else 2, [self._index[layer] for layer in layers]
+        codes = _rows_of(self._codes, index, slots, columns.start // size, columns.stop // size)
+        scales = _rows_of(self._scales, index, slots, columns.start // n.block, columns.stop // n.block)
         codes, scales = self._plain(codes, scales)
-        return codes.unflatten(1, (vectors, -1)), scales.unflatten(1, (vectors, -1))
+        return codes.unflatten(2, (vectors, -1)), scales.unflatten(2, (vectors, -1))
 
     def _plain(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Packed codes and scale bytes of stored rows, whatever their arrangement."""
@@ -266,10 +275,17 @@ class KVPool:
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy all layers of slots ``source (n,)`` to slots ``target (n,)``; the two must not overlap."""
         for tensor in self._tensors():
-            tensor.index_copy_(0, target, tensor.index_select(0, source))
+            tensor.index_copy_(1, target, tensor.index_select(1, source))
 
     def _tensors(self) -> list[Tensor]:
-        return [t for plane in self._planes.values() for t in (plane.codes, plane.scales) if t is not None]
+        return [t for t in (self._codes, self._scales) if t is not None]
+
+
+def _rows_of(stored: Tensor, layers: list[int], slots: Tensor, start: int, stop: int) -> Tensor:
+    """Columns of some slots ``(T,)`` in some layers of ``(layers, slots, width)``: ``(L, T, columns)``."""
+    first = torch.tensor(layers, device=stored.device).unsqueeze(1) * stored.shape[1]
+    lines = (first + slots.to(stored.device)).flatten()
+    return stored.flatten(0, 1)[:, start:stop].index_select(0, lines).unflatten(0, (len(layers), -1))
 
 
 def dequantize_packed(packed: Tensor, scales: Tensor, numerics: Numerics, dtype: torch.dtype) -> Tensor:

@@ -27,9 +27,9 @@ from tracefp4.core import Handle, Kind, Site
 from tracefp4.errors import EngineError
 from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.spec import Spec
-from tracefp4.guidance.frame import encode
+from tracefp4.guidance.frame import encode_rows
 from tracefp4.guidance.plan import Plan
-from tracefp4.guidance.record import Record, token_hash
+from tracefp4.guidance.record import token_hash
 from tracefp4.guidance.rounding import Rounding, round_nearest
 from tracefp4.guidance.store import Store
 from tracefp4.models.layout import ModelLayout
@@ -226,17 +226,16 @@ class Recorder:
         if not guidance or self.plan is None or self.store is None:
             return Collected(routes, None, rows, 0)
         expected = tickets(self._epoch, torch.arange(rows), torch.tensor(tokens[:rows]))
-        valid, sites = gather(self.mirror, self.pool, slots, expected, self.plan)
-        record = Record(
-            plan=str(self.plan),
+        sheaf = gather(self.mirror, self.pool, slots, expected, self.plan)
+        frame = encode_rows(
+            sheaf,
+            0,
+            rows,
             token_hash=token_hash(tuple(tokens)),
             numerics_hash=self.spec.hash,
             weight_version=self.version,
-            rows=rows,
-            valid=valid,
-            sites=sites,
         )
-        return Collected(routes, self.store.put(key, encode(record)), rows, int((~valid).sum()))
+        return Collected(routes, self.store.put(key, frame), rows, int((~sheaf.valid).sum()))
 
     def new_weights(self, version: int) -> None:
         """Rows recorded so far belong to other weights from now on."""

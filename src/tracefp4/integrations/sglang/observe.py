@@ -11,7 +11,7 @@ and the capability table says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -97,24 +97,25 @@ class NativePool:
     def __init__(self, find: Callable[[], Any]) -> None:
         self._find = find
 
-    def stored(self, layer: int, kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Packed codes ``(T, heads, width / 2)`` and scale bytes ``(T, heads, width / 16)`` of ``slots (T,)``.
+    def stored(self, layers: Sequence[int], kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Packed codes ``(L, T, heads, width / 2)`` and scale bytes ``(L, T, heads, width / 16)`` of ``slots (T,)``.
 
         Raises:
             EngineError: scales that only exist in the layout of a kernel.
         """
-        pool = self._find()
-        index, name = layer - pool.start_layer, str(kind)
-        codes = getattr(pool, f"{name}_buffer")[index]
-        scales = getattr(pool, f"{name}_scale_buffer")
+        pool, name = self._find(), str(kind)
+        codes, scales = getattr(pool, f"{name}_buffer"), getattr(pool, f"{name}_scale_buffer")
         if scales is None:
             raise EngineError(
-                f"layer {layer}: SGLang keeps the scales of {kind} in its kernel's own layout alone, which is not "
+                f"layer {layers[0]}: SGLang keeps the scales of {kind} in its kernel's own layout alone, which is not "
                 "read; use a prefill backend that needs linear scales (--prefill-attention-backend flashinfer)"
             )
-        slots = slots.to(codes.device)
-        packed, found = (t.view(torch.uint8).index_select(0, slots) for t in (codes, scales[index]))
-        return packed, found.reshape(packed.shape[0], packed.shape[1], -1)
+        index = [layer - pool.start_layer for layer in layers]
+        slots = slots.to(codes[index[0]].device)
+        packed, found = (
+            torch.stack([part[i].view(torch.uint8).index_select(0, slots) for i in index]) for part in (codes, scales)
+        )
+        return packed, found.reshape(*packed.shape[:3], -1)
 
 
 def linear_scales(swizzled: Tensor, rows: int, blocks: int) -> Tensor:
