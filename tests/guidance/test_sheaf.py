@@ -1,0 +1,73 @@
+"""What is cut out of a sheaf is byte for byte what a record of the same rows is written as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tracefp4.errors import GuidanceError
+from tracefp4.guidance.codec import unpack_scales
+from tracefp4.guidance.frame import decode, encode, encode_rows
+from tracefp4.guidance.layout import table_of
+from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.record import Record
+from tracefp4.guidance.sheaf import Sheaf
+
+Maker = Callable[..., Record]
+
+
+def bundle(records: list[Record], wholes: list[Record]) -> tuple[Sheaf, list[int]]:
+    """A sheaf of several records; ``wholes`` are the same with scales of 8 bits."""
+    starts, end = [], 0
+    for record in records:
+        starts.append(end)
+        end += -(-record.rows // 16) * 16
+    valid = torch.zeros(end, dtype=torch.bool)
+    for start, record in zip(starts, records, strict=True):
+        valid[start : start + record.rows] = record.valid
+    shapes = [part.shape for part in records[0].sites.values()]
+    sheaf = Sheaf.new(Plan.parse(records[0].plan), table_of(shapes), valid)
+    for index, run in enumerate(sheaf.layout.table.runs):
+        for position, shape in enumerate(sheaf.layout.table.of(run)):
+
+            def spread(name: str, source: list[Record], site=shape.site) -> torch.Tensor | None:
+                found = [getattr(record.sites[site], name) for record in source]
+                if found[0] is None:
+                    return None
+                out = found[0].new_full((1, end, *found[0].shape[1:]), 7)
+                for start, part in zip(starts, found, strict=True):
+                    out[0, start : start + len(part)] = part
+                return out
+
+            scales = spread("scales", wholes)
+            whole = unpack_scales(scales, 8, shape.width // shape.block)
+            sheaf.put(index, position, spread("planes", records), whole, spread("global_scale", records))
+    return sheaf, starts
+
+
+@pytest.mark.parametrize("plan", ["r1-all+mid", "r2-all+mid/s3", "r4-all+mid/s2", "r1-all:kv/s3"])
+@pytest.mark.parametrize("lengths", [(19,), (16, 1, 0, 35), (5, 33)])
+def test_frames_of_a_sheaf_are_those_of_its_records(make: Maker, small_shapes, qwen35, plan, lengths) -> None:
+    for shapes in (small_shapes, qwen35[:11]):
+        wholes, records = [], []
+        for seed, rows in enumerate(lengths):
+            some = {"seed": seed, "absent": [3] if rows > 5 else []}
+            wholes.append(make(plan.partition("/")[0], shapes, range(7, 8 + rows), **some))
+            records.append(make(plan, shapes, range(7, 8 + rows), **some))
+        sheaf, starts = bundle(records, wholes)
+        for start, record in zip(starts, records, strict=True):
+            about = {"token_hash": record.token_hash, "numerics_hash": record.numerics_hash}
+            found = encode_rows(sheaf, start, record.rows, **about, weight_version=record.weight_version)
+            assert found == encode(record)
+            assert encode(decode(found)) == found
+
+
+def test_rows_outside_a_sheaf_are_refused(make: Maker, small_shapes) -> None:
+    record = make("r1-all", small_shapes, range(20))
+    sheaf, _ = bundle([record], [record])
+    assert sheaf.cpu() is sheaf
+    for start, rows in ((8, 4), (16, 17), (-16, 4), (0, -1)):
+        with pytest.raises(GuidanceError, match="sequences start at multiples of 16"):
+            encode_rows(sheaf, start, rows, token_hash="0" * 32, numerics_hash="n", weight_version=0)
