@@ -31,6 +31,9 @@ _FILL = {"planes": 0, "scales": 0, "global_scale": 1, "checks": 0}
 _Pads = dict[tuple[str, tuple[int, ...]], Tensor]
 """Padding by tensor's name and shape: sites of equal shape share it."""
 
+_Views = dict[torch.dtype, Tensor]
+"""The buffer as numbers of each dtype in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -43,13 +46,15 @@ class _Place:
     start: int
     """Byte in the buffer."""
 
-    def view(self, buffer: Tensor) -> Tensor:
+    def view(self, buffers: _Views) -> Tensor:
         """The tensor as records hold it: rows of all sequences in one axis, checks with a row a sequence."""
         shape = self.shape if self.name == "checks" else (self.shape[0] * self.shape[1], *self.shape[2:])
-        stop = self.start + math.prod(shape) * self.dtype.itemsize
-        return buffer[self.start : stop].view(self.dtype).view(shape)
+        strides = [1]
+        for dim in shape[:0:-1]:
+            strides.append(strides[-1] * dim)
+        return buffers[self.dtype].as_strided(shape, strides[::-1], self.start // self.dtype.itemsize)
 
-    def fill(self, buffer: Tensor, parts: Sequence[Tensor | None], rows: Sequence[int], pads: _Pads) -> None:
+    def fill(self, buffers: _Views, parts: Sequence[Tensor | None], rows: Sequence[int], pads: _Pads) -> None:
         """Write the sequences' tensors, of ``rows`` rows each, and padding after each."""
         pieces: list[Tensor] = []
         for part, count in zip(parts, rows, strict=True):
@@ -62,7 +67,7 @@ class _Place:
                 if (self.name, shape) not in pads:
                     pads[self.name, shape] = torch.full(shape, _FILL[self.name], dtype=self.dtype)
                 pieces.append(pads[self.name, shape])
-        out = self.view(buffer)
+        out = self.view(buffers)
         torch.cat(pieces, out=out.flatten(0, 1) if self.name == "checks" else out)
 
 
@@ -83,15 +88,15 @@ def stack_sites(
     """
     places, size = _arrange(like.sites, len(records), width)
     buffer = _host_buffer(size, device)
-    pads: _Pads = {}
+    views, pads = _views(buffer, places), _Pads()
     rows = [0 if record is None else record.rows for record in records]
     for site, group in places.items():
         parts = [None if record is None else record.sites[site] for record in records]
         for place in group:
-            place.fill(buffer, [None if p is None else getattr(p, place.name) for p in parts], rows, pads)
-    moved = buffer.to(device, non_blocking=True)
+            place.fill(views, [None if p is None else getattr(p, place.name) for p in parts], rows, pads)
+    views = _views(buffer.to(device, non_blocking=True), places)
     return {
-        site: replace(part, **{place.name: place.view(moved) for place in places[site]})
+        site: replace(part, **{place.name: place.view(views) for place in places[site]})
         for site, part in like.sites.items()
     }
 
@@ -109,6 +114,10 @@ def _arrange(sites: Mapping[Site, SiteRecord], batch: int, width: int) -> tuple[
                 places[site].append(_Place(name, tensor.dtype, shape, end))
                 end = align(end + math.prod(shape) * tensor.dtype.itemsize)
     return places, end
+
+
+def _views(buffer: Tensor, places: Mapping[Site, list[_Place]]) -> _Views:
+    return {dtype: buffer.view(dtype) for dtype in {place.dtype for group in places.values() for place in group}}
 
 
 def _host_buffer(size: int, device: torch.device) -> Tensor:
