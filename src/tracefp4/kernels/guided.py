@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.elements import guided, nearest, widen
-from tracefp4.kernels.quantize import ROW_LIMIT, Fused, tile_of, warps_of, write
+from tracefp4.kernels.quantize import ROW_LIMIT, Fused, allocate, given_or, tile_of, warps_of, write
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import (
     block_amax,
@@ -169,20 +169,11 @@ def quantize_guided(
         x = x.contiguous()
     count, width = x.shape
 
-    def new(size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.empty(count, size, dtype=dtype, device=x.device)
-
-    out = Fused(
-        scales=new(width // rules.block),
-        global_scale=new(1, torch.float32) if rules.scope == "token" else None,
-        codes=new(width) if codes else None,
-        operand=new(width, torch.bfloat16) if operand else None,
-        values=None if values is None else new(width, values),
-    )
+    out = allocate(x, x.shape[:1], width, rules, codes, False, operand, values, 0)
     tile, none = tile_of(width, rules), out.scales
     _quantize_guided[(count, triton.cdiv(width // rules.block, tile))](
-        x, planes, recorded, *(none if t is None else t for t in (global_scale, rows, valid, out.codes)), out.scales,
-        *(none if t is None else t for t in (out.global_scale, out.operand, out.values)),
+        x, planes, recorded, *(given_or(t, none) for t in (global_scale, rows, valid, out.codes)), out.scales,
+        *(given_or(t, none) for t in (out.global_scale, out.operand, out.values)),
         width, x.stride(0), vectors,
         TILE=tile, ORDERED=rows is not None, PARTIAL=valid is not None, SCALE_BITS=scale_bits, BITS=bits,
         CODES=codes, OPERAND=operand, VALUES=values is not None,

@@ -172,7 +172,7 @@ def quantize(
     width, lead = x.shape[-1], x.shape[:-1]
     x, stride, groups, group_stride = _rows(x)
     rows = x.numel() // width
-    out = _allocate(x, lead, width, rules, codes, packed, operand, values, bits)
+    out = allocate(x, lead, width, rules, codes, packed, operand, values, bits)
     given = global_scale is not None and rules.scope in ("token", "tensor")
     if given or rules.scope != "token":
         out.global_scale = global_scale
@@ -184,8 +184,8 @@ def quantize(
     grid = (rows, triton.cdiv(width // rules.block, tile))
     none = out.scales  # never touched: the kernel was compiled without what is None
     _quantize[grid](
-        x, _or(global_scale, none), _or(out.codes, none), _or(out.packed, none), out.scales,
-        _or(out.global_scale, none), _or(out.operand, none), _or(out.values, none), _or(out.planes, none),
+        x, *(given_or(t, none) for t in (global_scale, out.codes, out.packed)), out.scales,
+        *(given_or(t, none) for t in (out.global_scale, out.operand, out.values, out.planes)),
         width, stride, groups, group_stride, per_global,
         TILE=tile, GIVEN=given, CODES=codes, PACKED=packed, OPERAND=operand, VALUES=values is not None, BITS=bits,
         **rules.constants(), num_warps=warps_of(tile * rules.block), enable_fp_fusion=False,
@@ -214,10 +214,12 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     return x.contiguous(), width, max(x.numel() // width, 1), 0
 
 
-def _allocate(
+def allocate(
     x: Tensor, lead: torch.Size, width: int, rules: Rules, codes: bool, packed: bool, operand: bool,
     values: torch.dtype | None, bits: int,
 ) -> Fused:  # fmt: skip
+    """Tensors for what was asked for; ``lead`` are the leading axes of ``x``."""
+
     def new(size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.empty((*lead, size), dtype=dtype, device=x.device)
 
@@ -232,5 +234,6 @@ def _allocate(
     )
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+def given_or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """``tensor``, or ``other`` in the place of one that a kernel was compiled without."""
     return other if tensor is None else tensor

@@ -35,7 +35,7 @@ from tracefp4.models.layout import describe
 from tracefp4.models.packing import PackedWeight
 from tracefp4.rollout.admission import Limits, check_request, recorded_shapes
 from tracefp4.rollout.capture import Capture
-from tracefp4.rollout.engine import Capabilities, Digest, EngineStats, Progress
+from tracefp4.rollout.engine import Capabilities, Digest, EngineStats
 from tracefp4.rollout.harvest import Harvester
 from tracefp4.rollout.pool import KVPool, PageAllocator
 from tracefp4.rollout.request import Sampled, Sequence, StopRules, eos_token_ids
@@ -44,10 +44,11 @@ from tracefp4.rollout.sampler import stream_key
 from tracefp4.rollout.scheduler import RESIDENT_STATES, Scheduler
 from tracefp4.rollout.sites import EngineSites
 from tracefp4.rollout.state import StatePool
+from tracefp4.rollout.stepwise import StepwiseEngine
 from tracefp4.rollout.sync import WeightSync
 
 
-class EmbeddedEngine:
+class EmbeddedEngine(StepwiseEngine):
     """Continuous batching over a paged FP4 KV pool, with capture. See :class:`tracefp4.rollout.engine.Engine`.
 
     Args:
@@ -123,7 +124,9 @@ class EmbeddedEngine:
         self.scheduler = Scheduler(self.pages, self.states, limits.max_batch, limits.prefill_chunk)
         sites = EngineSites(layout, self.spec, self.pool, self.capture, residual)
         bind(self._model, sites, spec=self.spec)
-        self._weights = WeightSync(self._model, layout, self.spec.weights, sites.weight_scales, sites.kernel_weights)
+        # The sum of two FP4 terms is no operand of the grouped kernel, so nothing is arranged for it then.
+        arranged = None if residual else sites.kernel_weights
+        self._weights = WeightSync(self._model, layout, self.spec.weights, sites.weight_scales, arranged)
         self._max_length = int(self._model.get_submodule(layout.decoder).config.max_position_embeddings)
         self._runner = Runner(
             self._model,
@@ -160,19 +163,6 @@ class EmbeddedEngine:
         )
 
     @property
-    def weight_version(self) -> int:
-        """Version of the weights it serves; 0 for those it was built with.
-
-        Raises:
-            SyncError: the last sync failed.
-        """
-        if self._version is None:
-            raise SyncError(
-                "the last weight sync failed: the engine may hold a mixture of weights and serves nothing; sync again"
-            )
-        return self._version
-
-    @property
     def stats(self) -> EngineStats:
         """Counts since the engine was built."""
         self._stats.retractions = self.scheduler.retractions
@@ -185,29 +175,6 @@ class EmbeddedEngine:
         return self.scheduler.busy
 
     # -- Sampling
-
-    def generate(
-        self, requests: Items[Request], *, guidance: bool = True, progress: Progress | None = None
-    ) -> list[Rollout]:
-        """Sample all requests; see :meth:`tracefp4.rollout.engine.Engine.generate`."""
-        if self.busy:
-            raise EngineError(
-                "requests that were added one by one are in flight; step until they finish, or abort them"
-            )
-        for request in requests:
-            self._check(request)
-        found: dict[tuple[str, int], Rollout] = {}
-        with ExitStack() as undo:
-            undo.callback(self._drop_everything)
-            for request in requests:
-                self.add(request, guidance=guidance)
-            while self.busy:
-                finished = self.step()
-                found |= {(rollout.request_id, rollout.sample): rollout for rollout in finished}
-                if progress is not None and finished:
-                    progress(len(found))
-            undo.pop_all()
-        return [found[request.id, sample] for request in requests for sample in range(request.samples)]
 
     def add(self, request: Request, *, guidance: bool = True) -> None:
         """Queue a request. Without a seed, the request's id is the seed.

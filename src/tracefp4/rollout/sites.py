@@ -71,7 +71,7 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
     def experts_by_kernel(self) -> bool:
         """Whether every projection of every layer is computed by the grouped kernel."""
         expected = 2 * len(self.layout.moe_layers)
-        return expected > 0 and len(self.kernel_weights) == expected and not self.residual
+        return expected > 0 and len(self.kernel_weights) == expected
 
     def here(self, what: str) -> Batch:
         """Count a call and return the batch in flight.
@@ -116,9 +116,7 @@ class _Experts:
         return self._weight(module, "down_proj")
 
     def by_kernel(self, module: nn.Module) -> tuple[ExpertWeight, ExpertWeight] | None:
-        """Both projections for the grouped kernel, if it takes them; the sum of two FP4 terms is no operand of its."""
-        if self.owner.residual:
-            return None
+        """Both projections for the grouped kernel, if it takes them."""
         up = self.owner.kernel_weights.get((self.layer, "gate_up_proj"))
         down = self.owner.kernel_weights.get((self.layer, "down_proj"))
         return None if up is None or down is None else (up, down)

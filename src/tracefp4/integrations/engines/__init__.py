@@ -15,6 +15,7 @@ in the process that runs the model meets three tensors on the way and hands them
 ``recorder``              rows by KV slot, and a finished request's frame
 ``experts``               routed experts in our W4A4 arithmetic, for devices without FP4 tensor cores
 ``weights``               names of a checkpoint for the trainer's tensors, and the checksum of what an engine serves
+``options``               options that users give an engine under its own names, and which are refused
 ``handover``              frames and routes from the engine's process to the trainer's; a message carries a handle only
 ``sites``                 which site which quantization path exposes: the capability table
 ``coverage``              the coverage table of an engine, from what its plugin really bound

@@ -7,7 +7,7 @@ names its backend and says what it cannot do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -37,15 +37,16 @@ from tracefp4.integrations.engines.wire import Abort, Ask, Failed, Finished, Rep
 from tracefp4.models.coverage import Coverage
 from tracefp4.models.directory import quiet
 from tracefp4.rollout.admission import Limits, check_request, recorded_shapes
-from tracefp4.rollout.engine import Capabilities, Digest, EngineStats, Progress
+from tracefp4.rollout.engine import Capabilities, Digest, EngineStats
 from tracefp4.rollout.request import eos_token_ids
 from tracefp4.rollout.sampler import stream_key
+from tracefp4.rollout.stepwise import StepwiseEngine
 
 START_LIMIT = 600.0
 """Seconds that an engine has to start."""
 
 
-class HostedEngine:
+class HostedEngine(StepwiseEngine):
     """Base of the engines in other processes. See :class:`tracefp4.rollout.engine.Engine`.
 
     Args:
@@ -161,19 +162,6 @@ class HostedEngine:
         )
 
     @property
-    def weight_version(self) -> int:
-        """Version of the weights it serves; 0 for those it was built with.
-
-        Raises:
-            SyncError: the last sync failed.
-        """
-        if self._version is None:
-            raise SyncError(
-                "the last weight sync failed: the engine may hold a mixture of weights and serves nothing; sync again"
-            )
-        return self._version
-
-    @property
     def stats(self) -> EngineStats:
         """Counts since the engine was built."""
         return self._stats
@@ -189,29 +177,6 @@ class HostedEngine:
         return self._folder.frames
 
     # -- Sampling
-
-    def generate(
-        self, requests: Sequence[Request], *, guidance: bool = True, progress: Progress | None = None
-    ) -> list[Rollout]:
-        """Sample all requests; see :meth:`tracefp4.rollout.engine.Engine.generate`."""
-        if self.busy:
-            raise EngineError(
-                "requests that were added one by one are in flight; step until they finish, or abort them"
-            )
-        for request in requests:
-            self._check(request)
-        found: dict[tuple[str, int], Rollout] = {}
-        with ExitStack() as undo:
-            undo.callback(self._drop_everything)
-            for request in requests:
-                self.add(request, guidance=guidance)
-            while self.busy:
-                finished = self.step()
-                found |= {(rollout.request_id, rollout.sample): rollout for rollout in finished}
-                if progress is not None and finished:
-                    progress(len(found))
-            undo.pop_all()
-        return [found[request.id, sample] for request in requests for sample in range(request.samples)]
 
     def add(self, request: Request, *, guidance: bool = True) -> None:
         """Send a request. Without a seed, the request's id is the seed.

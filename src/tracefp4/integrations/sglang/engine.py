@@ -19,6 +19,7 @@ from tracefp4.formats.spec import Spec
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.store import Store
 from tracefp4.integrations.engines.hosted import HostedEngine
+from tracefp4.integrations.engines.options import refuse_options
 
 TESTED = "0.5.23"
 """Release of SGLang whose hooks these are."""
@@ -104,13 +105,7 @@ def check_options(options: dict[str, Any]) -> None:
     Raises:
         EngineError: naming the option.
     """
-    for name, value in options.items():
-        if name in ONE and value not in (1, None):
-            raise EngineError(
-                f"rollout.options.{name} = {value}: {ONE[name]} is not supported with guidance in SGLang; set it to 1"
-            )
-        if name in REFUSED and value:
-            raise EngineError(f"rollout.options.{name} = {value!r} is refused: {REFUSED[name]}; leave it out")
+    refuse_options(options, "SGLang", one=ONE, refused=REFUSED)
 
 
 def make(

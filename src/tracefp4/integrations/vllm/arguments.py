@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tracefp4.errors import ConfigError, EngineError
+from tracefp4.integrations.engines.options import refuse_options
 from tracefp4.integrations.vllm.plugin import METHOD, WORKER
 from tracefp4.models.layout import ModelLayout
 
@@ -123,18 +124,12 @@ def check_options(options: dict[str, Any]) -> None:
     Raises:
         EngineError: naming the argument.
     """
-    for name, value in options.items():
-        if name in ONE and value not in (1, None):
-            raise EngineError(
-                f"rollout.options.{name} = {value}: {ONE[name]} is not supported with guidance in vLLM; set it to 1"
-            )
-        if name in REFUSED and value:
-            raise EngineError(f"rollout.options.{name} = {value!r} is refused: {REFUSED[name]}; leave it out")
-        if name == "enforce_eager" and not value:
-            raise EngineError(
-                "rollout.options.enforce_eager = False is refused: rows are recorded by hooks on the model, which a "
-                "compiled or captured forward leaves out; leave it out"
-            )
+    refuse_options(options, "vLLM", one=ONE, refused=REFUSED)
+    if not options.get("enforce_eager", True):
+        raise EngineError(
+            "rollout.options.enforce_eager = False is refused: rows are recorded by hooks on the model, which a "
+            "compiled or captured forward leaves out; leave it out"
+        )
 
 
 def check_layout(layout: ModelLayout) -> None:
