@@ -126,15 +126,13 @@ def attention() -> list[bool]:
                 "top_ptr": "*fp32", "sum_ptr": "*fp32", "sinks_ptr": "*fp32"}  # fmt: skip
     fp4 = pointers | {"codes_ptr": "*i16", "scales_ptr": BYTES}
     for width, heads, group in ((64, 8, 8), (128, 4, 8), (256, 2, 8)):
-        rows = 64 if width == 256 else 128
         common = {"HEADS": heads, "GROUP": group, "D": width}
         for word, mx, block in (("nvfp4", False, 16), ("mxfp4", True, 32), ("bf16", False, 16)):
             plain = word == "bf16"
             shared = common | {"FP4": not plain, "MX": mx, "BLOCK": block}
-            tile = 64 if plain else rows
-            constants = shared | {"COLUMNS": 16, "PAGE": 16, "SPAN": 512, "ROWS": tile}
+            constants = shared | {"COLUMNS": 8, "PAGE": 16, "SPAN": 512, "ROWS": 32}
             done.append(report(f"decode attention {word} D{width}", attention_decode._split, pointers if plain else fp4,
-                               constants, tile * 2 * width, num_warps=4, num_stages=3))  # fmt: skip
+                               constants, 32 * 2 * width, num_warps=1, num_stages=3))  # fmt: skip
             constants = shared | {"QUERIES": 128, "COLUMNS": 64, "SINKS": False}
             kinds = pointers if plain else fp4
             done.append(report(f"prefill attention {word} D{width}", attention_prefill._prefill, kinds, constants,

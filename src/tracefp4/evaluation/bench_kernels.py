@@ -99,7 +99,7 @@ def _attention_case(bench: Bench, shape: str, batch: int, context: int) -> None:
         _fill(kv.codes, kv.scales, kv.mx)
         nbytes = kv.codes.nbytes + (0 if kv.scales is None else kv.scales.nbytes)
         cases = []
-        for span, rows, warps, stages in _attention_configs(width, made is None):
+        for span, rows, warps, stages in _attention_configs(width):
             text = f"span {span} rows {rows} warps {warps} stages {stages}"
             work: Work = lambda kv=kv, c=(span, rows, warps, stages): decode_attention(  # noqa: E731
                 q, kv, pages, lengths, width**-0.5, span=c[0], rows=c[1], warps=c[2], stages=c[3]
@@ -114,9 +114,10 @@ def _attention_case(bench: Bench, shape: str, batch: int, context: int) -> None:
     bench.add(name, "sdpa", [dense], k.nbytes + v.nbytes)
 
 
-def _attention_configs(width: int, plain: bool) -> list[tuple[int, int, int, int]]:
-    rows = 64 if width == 256 or plain else 128
-    return [(512, rows, 4, 3), (1024, rows, 4, 3), (1024, 64, 4, 2)]
+def _attention_configs(width: int) -> list[tuple[int, int, int, int]]:
+    """Span, rows, warps, stages."""
+    found = [(512, 32, 1, 3), (512, 32, 1, 5), (1024, 32, 1, 3), (512, 64, 2, 3), (512, 32, 2, 3), (1024, 64, 2, 3)]
+    return found if width == 256 else [*found, (512, 64, 1, 3)]
 
 
 def _fill(codes: Tensor, scales: Tensor | None, mx: bool) -> None:

@@ -5,11 +5,13 @@ at memory speed there are about four instructions a value to do so. Two layouts 
 
 **Codes.** The bits ``s eem`` of a code, put at bits 15 and 8-6 of a 16-bit word, *are* a bfloat16: sign, two low
 exponent bits, top mantissa bit; its value is the code's times ``2^-126``, the subnormal 0.5 included. Four codes fit
-into one word so that each lands there after one shift and one mask, the last after three::
+into one word. Three land there after one shift and one mask. They leave bits 14, 13, 11 and 10 free, and the fourth
+code lies in them so that one multiplication shifts all its fields: by ``2^29 + 2^24 + 4`` in 64 bits, whose upper half
+has the exponent moved right by 3 and the mantissa by 8, its lower half the sign moved left by 2; nothing collides::
 
     bit     15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
     code     0  3  3  1  3  3  2  0  0  0  1  1  1  2  2  2
-    field    s  s  e  s  e  m  s  e  e  m  e  e  m  e  e  m
+    field    s  m  s  s  e  e  s  e  e  m  e  e  m  e  e  m
 
 Word ``i`` (0..15) of a chunk of 64 values holds the values ``i``, ``16 + i``, ``32 + i`` and ``48 + i``. So the code at
 position ``j`` of sixteen neighbouring words is one whole NVFP4 block, in order: it can be multiplied as it is, and
@@ -57,7 +59,7 @@ def to_words(codes: Tensor) -> Tensor:
     sign, size = (c & 8) << 12, (c & 7) << 6
     word = (sign | size)[..., 0, :] | ((sign | size)[..., 1, :] >> 3) | ((sign | size)[..., 2, :] >> 6)
     last = c[..., 3, :]
-    word |= ((last & 8) << 11) | ((last & 4) << 11) | ((last & 3) << 10)
+    word |= ((last & 8) << 10) | ((last & 6) << 9) | ((last & 1) << 14)
     return word.to(torch.int16).flatten(-2)
 
 
@@ -65,7 +67,7 @@ def from_words(words: Tensor) -> Tensor:
     """Inverse of :func:`to_words`: int16 ``(..., D / 4)`` to uint8 codes ``(..., D)``."""
     w = words.unflatten(-1, (-1, 16)).to(torch.int32)
     parts = [((w >> (12 - 3 * j)) & 8) | ((w >> (6 - 3 * j)) & 7) for j in range(3)]
-    parts.append(((w >> 11) & 8) | ((w >> 11) & 4) | ((w >> 10) & 3))
+    parts.append(((w >> 10) & 8) | ((w >> 9) & 6) | ((w >> 14) & 1))
     return torch.stack(parts, dim=-2).to(torch.uint8).flatten(-3)
 
 

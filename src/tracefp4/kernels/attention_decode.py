@@ -1,12 +1,15 @@
 """Decode attention over a paged pool that stores FP4 words (or bfloat16).
 
-One query token a sequence. A program takes one sequence, one KV head with its group of query heads, and one *split*,
-a fixed number of neighbouring tokens. It reads packed words and scale bytes and widens them in registers; no
-dequantized K or V is ever written. Two products, both with the long axis first, because a tensor core wants 64 rows::
+One query token a sequence. A program is a single warp and takes one sequence, one KV head with its group of query
+heads, and one *split*, a fixed number of neighbouring tokens. It reads packed words and scale bytes and widens them in
+registers; no dequantized K or V is ever written. Two products, both with the long axis first, because the group is
+short::
 
-    S   (tokens, group) = K (tokens, D) Q^T        K widened straight into the operand registers, 16 columns at a time
-    O^T (D, group)     += V^T P                    V widened, transposed by way of shared memory
+    S   (tokens, group) = K (tokens, D) Q^T
+    O^T (D, group)     += V^T P                    V^T by transposing words, before they are widened
 
+A multiprocessor holds sixteen such programs, which never wait for each other: while one waits for memory or for its
+tensor core, the others widen. (With four warps a program, the barriers between the warps took two thirds of the time.)
 A second kernel adds the splits of a head up in their order. The length of a split does not depend on the batch, and no
 atomic addition is involved, so a sequence's result is the same bits in every batch.
 """
@@ -20,12 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.elements import narrow, product
-from tracefp4.kernels.words import NVFP4_SHIFT, chunk_operands, vectors
+from tracefp4.kernels.elements import LOG2E, narrow, product
+from tracefp4.kernels.words import NVFP4_SHIFT, chunk_scales, operands
 
 SPLIT = 512
 """Tokens of a split."""
-_LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +54,47 @@ class PagedKV:
 
 
 @triton.jit
-def _scores(
-    q_ptr, code_ptr, scale_ptr, inside, group, live,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _tile(index: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr):
+    """Which of a vector's ``D`` values tile ``index`` has: of FP4 one code of every word, of bfloat16 64 in order."""
+    if FP4:
+        word = tl.arange(0, D // 4)
+        return (word // 16) * 64 + index * 16 + word % 16
+    else:
+        return index * 64 + tl.arange(0, 64)
+
+
+@triton.jit
+def _tiles(
+    code_ptr, scale_ptr, inside, ROWS: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr,
+    BLOCK: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """``K Q^T (ROWS, COLUMNS)`` float32 of the vectors at ``code_ptr (ROWS,)``."""
-    s = tl.zeros((ROWS, COLUMNS), tl.float32)
-    lane = tl.arange(0, 16)
-    at = q_ptr + group[None, :] * D
-    for chunk in tl.static_range(D // 64):
-        if FP4:
-            a, b, c, d = chunk_operands(
-                code_ptr + chunk * 16, scale_ptr + chunk * (64 // BLOCK), inside, ROWS, MX, BLOCK
-            )
-            first = at + (chunk * 64 + lane)[:, None]
-            s = product(a, tl.load(first, mask=live[None, :], other=0.0), s)
-            s = product(b, tl.load(first + 16, mask=live[None, :], other=0.0), s)
-            s = product(c, tl.load(first + 32, mask=live[None, :], other=0.0), s)
-            s = product(d, tl.load(first + 48, mask=live[None, :], other=0.0), s)
+    """Vectors at ``code_ptr (ROWS,)`` as tiles ``(ROWS, values)``, or ``(values, ROWS)`` if ``ACROSS``.
+
+    FP4 words are read whether ``inside`` or not; outside their scales are finite, so nothing there is a NaN.
+    """
+    if FP4:
+        lane, chunk = tl.arange(0, D // 4), tl.arange(0, D // 64) * (64 // BLOCK)
+        if ACROSS:
+            word = tl.load(code_ptr[None, :] + lane[:, None])
+            even, odd = chunk_scales(scale_ptr[None, :] + chunk[:, None], inside[None, :], MX, BLOCK)
+            even = tl.reshape(tl.broadcast_to(even[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
+            odd = tl.reshape(tl.broadcast_to(odd[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
         else:
-            column = chunk * 64 + tl.arange(0, 64)
-            k = tl.load(code_ptr[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-            s = product(k, tl.load(at + column[:, None], mask=live[None, :], other=0.0), s)
-    return s
+            word = tl.load(code_ptr[:, None] + lane[None, :])
+            even, odd = chunk_scales(scale_ptr[:, None] + chunk[None, :], inside[:, None], MX, BLOCK)
+            even = tl.reshape(tl.broadcast_to(even[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
+            odd = tl.reshape(tl.broadcast_to(odd[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
+        return operands(word, even, odd, MX, ACROSS)
+    else:
+        found = ()
+        for index in tl.static_range(D // 64):
+            column = _tile(index, D, FP4)
+            if ACROSS:
+                part = tl.load(code_ptr[None, :] + column[:, None], mask=inside[None, :], other=0.0)
+            else:
+                part = tl.load(code_ptr[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+            found = found + (part,)
+        return found
 
 
 @triton.jit
@@ -85,45 +104,50 @@ def _split(
     HEADS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    TILES: tl.constexpr = 4 if FP4 else D // 64
     b, h = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    length = tl.load(lengths_ptr + b)
+    length = tl.load(lengths_ptr + b).to(tl.int32)
     start = tl.maximum(tl.program_id(1) * SPAN, (length - window) // ROWS * ROWS)
     stop = tl.minimum((tl.program_id(1) + 1) * SPAN, length)
     group = tl.arange(0, COLUMNS)
     live = group < GROUP
     head = (b * HEADS + h) * GROUP
+    q = ()
+    for index in tl.static_range(TILES):
+        at = q_ptr + (head + group)[None, :] * D + _tile(index, D, FP4)[:, None]
+        q = q + (tl.load(at, mask=live[None, :], other=0.0),)
     top = tl.full((COLUMNS,), float("-inf"), tl.float32)
-    total = tl.zeros((COLUMNS,), tl.float32)
-    out = tl.zeros((D, COLUMNS), tl.float32)
-    k_code = h * (D // 4) if FP4 else h * D
-    v_code = (HEADS + h) * (D // 4) if FP4 else (HEADS + h) * D
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    out = (tl.zeros((D // TILES, COLUMNS), tl.float32),) * TILES
+    step: tl.constexpr = D // 4 if FP4 else D
     for first in tl.range(start, stop, ROWS):
         position = first + tl.arange(0, ROWS)
         inside = (position < stop) & (position >= length - window)
         page = tl.load(pages_ptr + b * pages_stride + position // PAGE, mask=inside, other=0)
         slot = page.to(tl.int64) * PAGE + position % PAGE
         code, scale = codes_ptr + slot * code_stride, scales_ptr + slot * scale_stride
-        s = _scores(
-            q_ptr + head * D, code + k_code, scale + h * (D // BLOCK), inside, group, live,
-            ROWS, COLUMNS, D, FP4, MX, BLOCK,
-        )  # fmt: skip
+        k = _tiles(code + h * step, scale + h * (D // BLOCK), inside, ROWS, D, FP4, MX, BLOCK, False)
+        s = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for index in tl.static_range(TILES):
+            s = product(k[index], q[index], s)
         s = tl.where(inside[:, None], s * factor, float("-inf"))
         higher = tl.maximum(top, tl.max(s, axis=0))
         p = tl.exp2(s - higher[None, :])
         keep = tl.exp2(top - higher)
-        total = total * keep + tl.sum(p, axis=0)
-        if FP4:
-            v = vectors(code + v_code, scale + (HEADS + h) * (D // BLOCK), inside, ROWS, D, MX, BLOCK)
-        else:
-            v = tl.load((code + v_code)[:, None] + tl.arange(0, D)[None, :], mask=inside[:, None], other=0.0)
-        out = product(tl.trans(v), narrow(p, tl.bfloat16), out * keep[None, :])
+        total = total * keep[None, :] + p
         top = higher
-    at = (head + group) * splits + tl.program_id(1)
-    tl.store(top_ptr + at, top, mask=live)
-    tl.store(sum_ptr + at, total, mask=live)
+        v = _tiles(code + (HEADS + h) * step, scale + (HEADS + h) * (D // BLOCK), inside, ROWS, D, FP4, MX, BLOCK, True)
+        weight, added = narrow(p, tl.bfloat16), ()
+        for index in tl.static_range(TILES):
+            added = added + (product(v[index], weight, out[index] * keep[None, :]),)
+        out = added
+    place = (head + group) * splits + tl.program_id(1)
+    tl.store(top_ptr + place, top, mask=live)
+    tl.store(sum_ptr + place, tl.sum(total, axis=0), mask=live)
     if start < stop:
-        row = tl.arange(0, D)
-        tl.store(part_ptr + at[None, :] * D + row[:, None], out, mask=tl.broadcast_to(live[None, :], (D, COLUMNS)))
+        for index in tl.static_range(TILES):
+            row = _tile(index, D, FP4)
+            tl.store(part_ptr + place[None, :] * D + row[:, None], out[index], mask=live[None, :] & (row >= 0)[:, None])
 
 
 @triton.jit
@@ -135,7 +159,7 @@ def _combine(
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     top, total, out = float("-inf"), 0.0, tl.zeros((D,), tl.float32)
     if SINKS:
-        top = tl.load(sinks_ptr + row % heads).to(tl.float32) * 1.4426950408889634
+        top = tl.load(sinks_ptr + row % heads).to(tl.float32) * LOG2E
         total = 1.0
     for split in range(splits):
         here = tl.load(top_ptr + row * splits + split)
@@ -163,8 +187,8 @@ def decode_attention(
     sinks: Tensor | None = None,
     *,
     span: int = SPLIT,
-    rows: int | None = None,
-    warps: int = 4,
+    rows: int = 32,
+    warps: int = 1,
     stages: int = 3,
 ) -> Tensor:
     """Attention of one query token of each sequence over its pages.
@@ -180,14 +204,13 @@ def decode_attention(
         span: tokens of a split; it decides the order of additions.
         rows: tokens that a program takes at a time.
         warps: warps of a program.
-        stages: loads in flight.
+        stages: stages of the pipeline of loads; block tables and what they point to take one each.
 
     Returns:
         bfloat16 ``(B, Hq, D)``.
     """
     batch, heads, width = q.shape
     q, group = q.contiguous(), heads // kv.heads
-    rows = rows or (64 if width == 256 else 128)
     splits = triton.cdiv(pages.shape[1] * kv.page, span)
     part = torch.empty(batch, heads, splits, width, dtype=torch.float32, device=q.device)
     top, total = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=q.device)
@@ -196,8 +219,9 @@ def decode_attention(
     scales = kv.scales if kv.scales is not None else kv.codes
     _split[(batch * kv.heads, splits)](
         q, kv.codes, scales, pages, lengths, part, top, total,
-        pages.stride(0), kv.codes.stride(0), scales.stride(0), scaling * _LOG2E * kv.shift, window or 2**30, splits,
-        HEADS=kv.heads, GROUP=group, COLUMNS=max(16, triton.next_power_of_2(group)), D=width, PAGE=kv.page, SPAN=span,
+        pages.stride(0), kv.codes.stride(0), scales.stride(0), scaling * LOG2E.value * kv.shift, window or 2**30,
+        splits,
+        HEADS=kv.heads, GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group)), D=width, PAGE=kv.page, SPAN=span,
         ROWS=rows, FP4=fp4, MX=kv.mx, BLOCK=kv.block, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     _combine[(batch * heads,)](

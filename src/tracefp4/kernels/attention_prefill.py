@@ -13,10 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.attention_decode import PagedKV
-from tracefp4.kernels.elements import narrow, product
+from tracefp4.kernels.elements import LOG2E, narrow, product
 from tracefp4.kernels.words import vectors
-
-_LOG2E = 1.4426950408889634
 
 
 @triton.jit
@@ -44,7 +42,7 @@ def _prefill(
     top = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     if SINKS:
-        top = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        top = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         total = tl.full((QUERIES,), 1.0, tl.float32)
     out = tl.zeros((QUERIES, D), tl.float32)
     for first in tl.range(start, stop, COLUMNS):
@@ -113,7 +111,7 @@ def prefill_attention(
     _prefill[(triton.cdiv(queries * group, rows), kv.heads)](
         q, kv.codes, scales, slots, q if sinks is None else sinks, out,
         queries, slots.numel(), q.stride(0), q.stride(1), kv.codes.stride(0), scales.stride(0),
-        scaling * _LOG2E * kv.shift, window or 2**30, kv.shift,
+        scaling * LOG2E.value * kv.shift, window or 2**30, kv.shift,
         HEADS=kv.heads, GROUP=group, D=width, QUERIES=rows, COLUMNS=columns,
         FP4=kv.scales is not None, MX=kv.mx, BLOCK=kv.block, SINKS=sinks is not None,
         num_warps=warps, num_stages=stages,

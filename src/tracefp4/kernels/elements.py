@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 
 _TWO_126 = tl.constexpr(2.0**126)
+LOG2E = tl.constexpr(1.4426950408889634)
+"""Base 2 logarithm of e: exponentials are powers of two."""
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 """Kernels run in Triton's interpreter, which lacks inline assembly, cuts bfloat16 instead of rounding it, and gets its
 subnormals wrong; :func:`narrow` and :func:`widen` then convert by integer arithmetic."""

@@ -1,8 +1,14 @@
 """Device functions: words of four FP4 codes to bfloat16 operands (:mod:`tracefp4.formats.words` has the layout).
 
-Eleven integer instructions widen eight codes, two words side by side in one register, and one packed multiplication
-applies the scale to two values. Triton has no packed 16-bit integers, so this is inline PTX; the interpreter, which has
-no inline PTX, computes the same bits in int32.
+A register holds two words, and everything is done to both at once: nine integer instructions widen eight codes, and one
+packed multiplication applies the scale to two values. Half of the integer work are multiplications, because they run
+beside the logical operations, which are what a GPU has too few of. Triton has no packed 16-bit integers, so this is
+inline PTX; the interpreter, which has no inline PTX, computes the same bits in int32.
+
+A tensor core wants pairs of neighbours along the contraction in a register. For ``K Q^T`` and for weights that is along
+a vector: both words belong to one row and share its scales. For ``V^T P`` it is along the tokens: the words, not the
+sixteen-bit values that they become, are transposed on their way into registers, and each has scales of its own
+(``ACROSS``).
 
 The result of NVFP4 is ``code x scale x 2^-7``, exact in bfloat16; whoever uses it multiplies by ``2^7`` in the end.
 MXFP4 is widened by two multiplications, ``2^126`` and the scale, and is the value itself.
@@ -18,22 +24,57 @@ from tracefp4.kernels.elements import INTERPRETED, narrow
 NVFP4_SHIFT = 128.0
 """What a sum of NVFP4 operands has to be multiplied by."""
 
-_SPREAD = """
-    prmt.b32 p, $5, $5, 0x1010;
-    prmt.b32 q, $7, $7, 0x1010;
-    prmt.b32 r, $5, $5, 0x3232;
-    prmt.b32 s, $7, $7, 0x3232;
+_REGISTERS = "{ .reg .b32 a, b, c, d, e, p, q, r, s; .reg .b64 f; .reg .b16 h0, h1, h2, h3;"
+_CODES = """
     and.b32 a, $4, 0x81C081C0;
     shl.b32 b, $4, 3;
     and.b32 b, b, 0x81C081C0;
     shl.b32 c, $4, 6;
     and.b32 c, c, 0x81C081C0;
-    shl.b32 d, $4, 1;
-    and.b32 d, d, 0x80008000;
-    shr.b32 e, $4, 5;
-    lop3.b32 d, e, 0x01000100, d, 0xEA;
-    shr.b32 e, $4, 4;
-    lop3.b32 d, e, 0x00C000C0, d, 0xEA;
+    and.b32 d, $4, 0x6C006C00;
+    mul.wide.u32 f, d, 0x21000004;
+    mov.b64 {e, d}, f;
+    and.b32 d, d, 0x01C001C0;
+    lop3.b32 d, e, 0x80008000, d, 0xEA;
+"""
+# Factors of one row: groups 0 and 2 in one register, 1 and 3 in another; a byte x 16 + 0x7680 is a bfloat16.
+_BYTES_ALONG = """
+    and.b32 p, $5, 0x00FF00FF;
+    and.b32 q, $5, 0xFF00FF00;
+    mad.lo.u32 p, p, 16, 0x76807680;
+    mad.hi.u32 q, q, 0x10000000, 0x76807680;
+    mov.b32 {h0, h2}, p;
+    mov.b32 {h1, h3}, q;
+"""
+_PAIRS_ALONG = """
+    mov.b32 {h0, h2}, $5;
+    mov.b32 {h1, h3}, $7;
+"""
+# A half named twice costs nothing: the multiplication picks it, where a permutation would be an instruction.
+_HALVES = """
+    mov.b32 p, {h0, h0};
+    mov.b32 q, {h1, h1};
+    mov.b32 r, {h2, h2};
+    mov.b32 s, {h3, h3};
+"""
+# Factors of two rows, the first row's in the low halves.
+_BYTES_ACROSS = """
+    prmt.b32 q, $5, $6, 0x5410;
+    prmt.b32 s, $5, $6, 0x7632;
+    and.b32 p, q, 0x00FF00FF;
+    and.b32 q, q, 0xFF00FF00;
+    and.b32 r, s, 0x00FF00FF;
+    and.b32 s, s, 0xFF00FF00;
+    mad.lo.u32 p, p, 16, 0x76807680;
+    mad.hi.u32 q, q, 0x10000000, 0x76807680;
+    mad.lo.u32 r, r, 16, 0x76807680;
+    mad.hi.u32 s, s, 0x10000000, 0x76807680;
+"""
+_PAIRS_ACROSS = """
+    prmt.b32 p, $5, $6, 0x5410;
+    prmt.b32 q, $7, $8, 0x5410;
+    prmt.b32 r, $5, $6, 0x7632;
+    prmt.b32 s, $7, $8, 0x7632;
 """
 _TO_TRUE = """
     mov.b32 e, 0x7E807E80;
@@ -47,72 +88,84 @@ _SCALE = """
     mul.rn.bf16x2 $1, b, q;
     mul.rn.bf16x2 $2, c, r;
     mul.rn.bf16x2 $3, d, s;
-"""
-_REGISTERS = "{ .reg .b32 a, b, c, d, e, p, q, r, s;"
-_NVFP4_PTX = tl.constexpr(_REGISTERS + _SPREAD + _SCALE + "}")
-_MXFP4_PTX = tl.constexpr(_REGISTERS + _SPREAD + _TO_TRUE + _SCALE + "}")
+}"""
+_NVFP4_ALONG = tl.constexpr(_REGISTERS + _CODES + _BYTES_ALONG + _HALVES + _SCALE)
+_NVFP4_ACROSS = tl.constexpr(_REGISTERS + _CODES + _BYTES_ACROSS + _SCALE)
+_MXFP4_ALONG = tl.constexpr(_REGISTERS + _CODES + _TO_TRUE + _PAIRS_ALONG + _HALVES + _SCALE)
+_MXFP4_ACROSS = tl.constexpr(_REGISTERS + _CODES + _TO_TRUE + _PAIRS_ACROSS + _SCALE)
 
 
 @triton.jit
-def scale_pair(data, MX: tl.constexpr):
-    """Bfloat16 factors of raw codes, in both halves of int32: of the scale bytes at bits 0-7 and 16-23 of ``data``.
-
-    ``s 2^119`` from E5M3 bytes; ``s`` from E8M0 bytes if ``MX``, where byte 0 is a subnormal and 255 a NaN.
-    """
-    if MX:
-        # Bit 8 of the difference is set where the byte plus one is 0 or 1 (mod 256).
-        odd = (0x01000100 - ((data + 0x00010001) & 0x00FE00FE)) & 0x01000100
-        return (data << 7) | (odd >> 2)
-    else:
-        return (data << 4) + 0x76807680
+def _e8m0_pair(data):
+    """Bfloat16 of E8M0 bytes at bits 0-7 and 16-23 of int32, one in each half; byte 0 is a subnormal, 255 a NaN."""
+    # Bit 8 of the difference is set where the byte plus one is 0 or 1 (mod 256).
+    odd = (0x01000100 - ((data + 0x00010001) & 0x00FE00FE)) & 0x01000100
+    return (data << 7) | (odd >> 2)
 
 
 @triton.jit
 def chunk_scales(ptr, mask, MX: tl.constexpr, BLOCK: tl.constexpr):
-    """Scale factors of a chunk of 64 values, in the shape of the pointers ``ptr`` to its first byte.
+    """Scales of chunks of 64 values, as :func:`operands` takes them, in the shape of ``ptr`` to their first byte.
 
     Returns:
-        Two int32 tensors of factor pairs: of groups 0 and 2, and of groups 1 and 3. With blocks of 32 a chunk has two
-        scale bytes, each for two groups of sixteen, and the pairs are equal.
+        Two int32 tensors. NVFP4: the four E5M3 bytes, twice. MXFP4: factors of groups 0 and 2, and of groups 1 and 3;
+        with blocks of 32 a chunk has two bytes, each for two groups of sixteen, and the two are equal.
     """
     if BLOCK == 32:
         both = tl.load(ptr.to(tl.pointer_type(tl.int16)), mask=mask, other=0).to(tl.int32) & 0xFFFF
-        pair = scale_pair((both & 0xFF) | ((both >> 8) << 16), MX)
+        pair = _e8m0_pair((both & 0xFF) | ((both >> 8) << 16))
         return pair, pair
     else:
         four = tl.load(ptr.to(tl.pointer_type(tl.int32)), mask=mask, other=0)
-        return scale_pair(four & 0x00FF00FF, MX), scale_pair((four >> 8) & 0x00FF00FF, MX)
+        if MX:
+            return _e8m0_pair(four & 0x00FF00FF), _e8m0_pair((four >> 8) & 0x00FF00FF)
+        else:
+            return four, four
 
 
 @triton.jit
-def _product(bits, scale, MX: tl.constexpr):
-    """Interpreter: bfloat16 pattern (int32) of a raw code times a scale (pattern in the high half of int32)."""
+def _interpreted(bits, even, odd, GROUP: tl.constexpr, MX: tl.constexpr):
+    """Interpreter: a raw code (bfloat16 pattern in int32) times the scale of its group, rounded to bfloat16."""
     raw = (bits << 16).to(tl.float32, bitcast=True)
     if MX:
         raw = raw * (2.0**126)
-    return narrow(raw * (scale & -65536).to(tl.float32, bitcast=True), tl.bfloat16)
+        pair = even if GROUP % 2 == 0 else odd
+        factor = (pair << 16) if GROUP < 2 else (pair & -65536)
+    else:
+        factor = ((((even >> (8 * GROUP)) & 0xFF) << 4) + 0x7680) << 16
+    return narrow(raw * factor.to(tl.float32, bitcast=True), tl.bfloat16)
 
 
 @triton.jit
-def operands(word, even, odd, MX: tl.constexpr):
-    """Four bfloat16 tiles in the shape of ``word`` (int16): its codes ``0..3``, each times its scale factor.
+def operands(word, even, odd, MX: tl.constexpr, ACROSS: tl.constexpr = False):
+    """Four bfloat16 tiles in the shape of ``word`` (int16): its codes ``0..3``, each times its scale.
 
-    ``even`` and ``odd`` (int32, same shape) are factor pairs of :func:`chunk_scales`.
+    ``even`` and ``odd`` (int32, same shape) come from :func:`chunk_scales`. Unless ``ACROSS``, words that are
+    neighbours in a register must share their scales, as those of one row do.
     """
     if INTERPRETED:
         w = word.to(tl.int32) & 0xFFFF
-        last = ((w << 1) & 0x8000) | ((w >> 5) & 0x0100) | ((w >> 4) & 0x00C0)
+        last = ((w << 2) & 0x8000) | ((w >> 3) & 0x0180) | ((w >> 8) & 0x0040)
         return (
-            _product(w & 0x81C0, even << 16, MX),
-            _product((w << 3) & 0x81C0, odd << 16, MX),
-            _product((w << 6) & 0x81C0, even, MX),
-            _product(last, odd, MX),
+            _interpreted(w & 0x81C0, even, odd, 0, MX),
+            _interpreted((w << 3) & 0x81C0, even, odd, 1, MX),
+            _interpreted((w << 6) & 0x81C0, even, odd, 2, MX),
+            _interpreted(last, even, odd, 3, MX),
+        )
+    elif MX:
+        return tl.inline_asm_elementwise(
+            _MXFP4_ACROSS if ACROSS else _MXFP4_ALONG,
+            "=r,=r,=r,=r,r,r,r,r,r",
+            [word, even, odd],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
         )
     else:
         return tl.inline_asm_elementwise(
-            _MXFP4_PTX if MX else _NVFP4_PTX,
-            "=r,=r,=r,=r,r,r,r,r,r",
-            [word, even, odd],
+            _NVFP4_ACROSS if ACROSS else _NVFP4_ALONG,
+            "=r,=r,=r,=r,r,r,r",
+            [word, even],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=2,
@@ -153,7 +206,7 @@ def vectors(
 def from_code(code, group):
     """Bits of a word (int32) that hold ``code`` (int32) at position ``group`` (0..3)."""
     plain = ((code & 8) << 12) | ((code & 7) << 6)
-    last = ((code & 8) << 11) | ((code & 4) << 11) | ((code & 3) << 10)
+    last = ((code & 8) << 10) | ((code & 6) << 9) | ((code & 1) << 14)
     return tl.where(group == 3, last, plain >> (3 * group))
 
 
