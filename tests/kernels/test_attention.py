@@ -36,8 +36,8 @@ def filled(name, device, *, tokens, heads, width, seed=0, page=16):
         kv.scales.fill_(130)
     k, v = (torch.randn(heads, tokens, width, generator=generator).to(torch.bfloat16) for _ in range(2))
     any_rules = rules(numerics_of(name or "mxfp4-ceil"))
-    for x, first in ((k, 0), (v, heads)):
-        append(x.transpose(0, 1).to(device), kv, any_rules, slots.to(device), first)
+    for x in (k, v):
+        append(x.transpose(0, 1).to(device), kv, any_rules, slots.to(device), values=x is v)
     return kv, table, slots, k, v
 
 
@@ -64,7 +64,7 @@ def attention(q, k, v, scaling, window=None, sinks=None, before=0):
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_pool_holds_what_the_plain_code_makes(name, width, device, same):
     kv, _, slots, k, v = filled(name, device, tokens=5, heads=2, width=width)
-    both = torch.cat([k, v]).transpose(0, 1)  # (T, 2 heads, D)
+    both = torch.stack([k, v], dim=1).flatten(0, 1).transpose(0, 1)  # (T, heads x 2, D)
     stored = kv.codes.cpu()[slots]
     if name is None:
         assert same(stored, both.flatten(1))
@@ -86,7 +86,7 @@ def test_every_scale_byte_is_recoded(device, same):
     x = torch.zeros(128, 1, 64, dtype=torch.float32)
     x[:127, 0, ::16] = (6 * data.view(torch.float8_e4m3fn).float())[:, None]
     kv = pool_tensors(128, 1, 64, rules(n), device)
-    append(x.to(device), kv, rules(n), torch.arange(128, device=device), 0)
+    append(x.to(device), kv, rules(n), torch.arange(128, device=device))
     assert same(kv.scales[:127, 0].cpu(), words.recode(data))
 
 
@@ -101,8 +101,8 @@ def test_rope(device, same):
     expected = blocks.quantize(x * cos[:, None] + turned * sin[:, None], n)
     kv = pool_tensors(6, 2, 64, rules(n), device)
     slots = torch.arange(6, device=device)
-    append(x.to(device), kv, rules(n), slots, 0, (cos.to(device), sin.to(device)))
-    assert same(kv.codes[:, :32].cpu(), words.to_words(expected.codes).flatten(1))
+    append(x.to(device), kv, rules(n), slots, (cos.to(device), sin.to(device)))
+    assert same(kv.codes.unflatten(1, (2, 2, 16))[:, :, 0].flatten(1).cpu(), words.to_words(expected.codes).flatten(1))
 
 
 def shapes():

@@ -116,8 +116,8 @@ def _attention_case(bench: Bench, shape: str, batch: int, context: int) -> None:
 
 def _attention_configs(width: int) -> list[tuple[int, int, int, int]]:
     """Span, rows, warps, stages."""
-    found = [(512, 32, 1, 3), (512, 32, 1, 5), (1024, 32, 1, 3), (512, 64, 2, 3), (512, 32, 2, 3), (1024, 64, 2, 3)]
-    return found if width == 256 else [*found, (512, 64, 1, 3)]
+    found = [(256, 32, 1, 5), (512, 32, 1, 3), (1024, 32, 1, 2), (1024, 32, 1, 3), (1024, 32, 1, 5), (1024, 64, 2, 3)]
+    return found if width == 256 else [*found, (1024, 64, 1, 3)]
 
 
 def _fill(codes: Tensor, scales: Tensor | None, mx: bool) -> None:

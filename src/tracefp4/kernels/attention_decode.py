@@ -26,8 +26,14 @@ from torch import Tensor
 from tracefp4.kernels.elements import LOG2E, narrow, product
 from tracefp4.kernels.words import NVFP4_SHIFT, chunk_scales, operands
 
-SPLIT = 512
-"""Tokens of a split."""
+
+def split_for(batch: int) -> int:
+    """Tokens of a split for an engine that decodes at most ``batch`` sequences at once.
+
+    Long splits write less that has to be added up; short ones give a small batch enough programs. What decides is the
+    largest batch of an engine, not the present one, so that a sequence is the same bits in every batch.
+    """
+    return 256 if batch < 32 else 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +41,10 @@ class PagedKV:
     """One layer's K and V as kernels read them."""
 
     codes: Tensor
-    """``(slots, n)``: int16 words, or bfloat16 values if ``scales`` is ``None``; K heads, then V heads."""
+    """``(slots, n)``: int16 words, or bfloat16 values if ``scales`` is ``None``; of each head its K, then its V."""
     scales: Tensor | None
-    """uint8 ``(slots, m)``: E5M3 bytes, or E8M0 bytes if ``mx``."""
+    """uint8 ``(slots, m)``: E5M3 bytes, or E8M0 bytes if ``mx``; K and V of a head side by side, as their sectors of
+    32 bytes are what memory delivers."""
     heads: int
     """KV heads."""
     width: int
@@ -126,7 +133,7 @@ def _split(
         page = tl.load(pages_ptr + b * pages_stride + position // PAGE, mask=inside, other=0)
         slot = page.to(tl.int64) * PAGE + position % PAGE
         code, scale = codes_ptr + slot * code_stride, scales_ptr + slot * scale_stride
-        k = _tiles(code + h * step, scale + h * (D // BLOCK), inside, ROWS, D, FP4, MX, BLOCK, False)
+        k = _tiles(code + 2 * h * step, scale + 2 * h * (D // BLOCK), inside, ROWS, D, FP4, MX, BLOCK, False)
         s = tl.zeros((ROWS, COLUMNS), tl.float32)
         for index in tl.static_range(TILES):
             s = product(k[index], q[index], s)
@@ -136,7 +143,8 @@ def _split(
         keep = tl.exp2(top - higher)
         total = total * keep[None, :] + p
         top = higher
-        v = _tiles(code + (HEADS + h) * step, scale + (HEADS + h) * (D // BLOCK), inside, ROWS, D, FP4, MX, BLOCK, True)
+        other = 2 * h + 1
+        v = _tiles(code + other * step, scale + other * (D // BLOCK), inside, ROWS, D, FP4, MX, BLOCK, True)
         weight, added = narrow(p, tl.bfloat16), ()
         for index in tl.static_range(TILES):
             added = added + (product(v[index], weight, out[index] * keep[None, :]),)
@@ -186,10 +194,10 @@ def decode_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     *,
-    span: int = SPLIT,
+    span: int = 1024,
     rows: int = 32,
     warps: int = 1,
-    stages: int = 3,
+    stages: int | None = None,
 ) -> Tensor:
     """Attention of one query token of each sequence over its pages.
 
@@ -201,7 +209,7 @@ def decode_attention(
         scaling: factor on the logits.
         window: sliding window in tokens, the current one included; ``None`` for all.
         sinks: ``(Hq,)`` attention-sink logits, or ``None``.
-        span: tokens of a split; it decides the order of additions.
+        span: tokens of a split, see :func:`split_for`; it decides the order of additions.
         rows: tokens that a program takes at a time.
         warps: warps of a program.
         stages: stages of the pipeline of loads; block tables and what they point to take one each.
@@ -216,6 +224,7 @@ def decode_attention(
     top, total = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=q.device)
     out = torch.empty_like(q)
     fp4 = kv.scales is not None
+    stages = stages or (5 if fp4 else 3)
     scales = kv.scales if kv.scales is not None else kv.codes
     _split[(batch * kv.heads, splits)](
         q, kv.codes, scales, pages, lengths, part, top, total,

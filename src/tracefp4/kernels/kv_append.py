@@ -25,7 +25,7 @@ _PLAIN = Rules(16, True, "even", "keep", "floor", 0.0, 0, 0, "divide", "none", "
 @triton.jit
 def _append(
     x_ptr, cos_ptr, sin_ptr, slots_ptr, codes_ptr, scales_ptr,
-    token_stride, head_stride, cos_stride, code_stride, scale_stride, first_head,
+    token_stride, head_stride, cos_stride, code_stride, scale_stride, second,
     HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, FP4: tl.constexpr,
     BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
@@ -46,7 +46,7 @@ def _append(
         kind = x_ptr.dtype.element_ty
         left, right = narrow(widen(raw) * cos, kind), narrow(turned * sin, kind)
         raw = narrow(widen(left) + widen(right), kind)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
+    slot, place = tl.load(slots_ptr + token).to(tl.int64), 2 * head + second
     if FP4:
         x = widen(raw)
         encode, decode = global_forms(1.0, SCOPE, GLOBAL_FORM, CONSTANT)
@@ -59,10 +59,10 @@ def _append(
         groups = tl.reshape(code, (D // 64, 4, 16))
         word = tl.sum(from_code(groups, tl.arange(0, 4)[None, :, None]), axis=1)
         at = tl.arange(0, D // 64)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        tl.store(codes_ptr + slot * code_stride + (first_head + head) * (D // 4) + at, word.to(tl.int16))
-        tl.store(scales_ptr + slot * scale_stride + (first_head + head) * (D // BLOCK) + block, scale.to(tl.uint8))
+        tl.store(codes_ptr + slot * code_stride + place * (D // 4) + at, word.to(tl.int16))
+        tl.store(scales_ptr + slot * scale_stride + place * (D // BLOCK) + block, scale.to(tl.uint8))
     else:
-        tl.store(codes_ptr + slot * code_stride + (first_head + head) * D + column, raw)
+        tl.store(codes_ptr + slot * code_stride + place * D + column, raw)
 
 
 def append(
@@ -70,8 +70,9 @@ def append(
     kv: PagedKV,
     rules: Rules | None,
     slots: Tensor,
-    first_head: int,
     rope: tuple[Tensor, Tensor] | None = None,
+    *,
+    values: bool = False,
 ) -> None:
     """Store ``x (T, heads, D)`` of ``T`` tokens.
 
@@ -80,8 +81,8 @@ def append(
         kv: the layer's pool; it stores ``x`` as it is if ``kv.scales`` is ``None``, in the pool's dtype.
         rules: of the pool, with a constant global scale or none; ``None`` if it stores plain values.
         slots: int64 ``(T,)``, each once.
-        first_head: 0 for keys, ``kv.heads`` for values.
         rope: ``(cos, sin)``, each ``(T, D)`` in the dtype of ``x``: rotate halves first.
+        values: whether ``x`` is V; otherwise it is K.
     """
     tokens, heads, width = x.shape
     if not tokens:
@@ -93,7 +94,7 @@ def append(
     _append[(tokens * heads,)](
         x, cos, sin, slots, kv.codes, kv.codes if kv.scales is None else kv.scales,
         x.stride(0), x.stride(1), cos.stride(0), kv.codes.stride(0),
-        0 if kv.scales is None else kv.scales.stride(0), first_head,
+        0 if kv.scales is None else kv.scales.stride(0), int(values),
         HEADS=heads, D=width, ROPE=rope is not None, FP4=kv.scales is not None, **constants,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

@@ -122,7 +122,7 @@ class EmbeddedEngine(StepwiseEngine):
         self.capture = Capture(layout, shapes, 4 if self.plan is None else self.plan.bits, slots, device)
         self.states = StatePool(layout, limits.max_batch + RESIDENT_STATES)
         self.scheduler = Scheduler(self.pages, self.states, limits.max_batch, limits.prefill_chunk)
-        sites = EngineSites(layout, self.spec, self.pool, self.capture, residual)
+        sites = EngineSites(layout, self.spec, self.pool, self.capture, limits.max_batch, residual)
         bind(self._model, sites, spec=self.spec)
         # The sum of two FP4 terms is no operand of the grouped kernel, so nothing is arranged for it then.
         arranged = None if residual else sites.kernel_weights

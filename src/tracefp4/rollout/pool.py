@@ -11,7 +11,8 @@ up the whole memory management::
 What a slot stores is what an FP4 cache stores: packed codes, two a byte, and a scale byte for each block. Attention
 reads nothing else, not even for the token that was written a moment ago. With ``spec.kv is None`` a slot stores the
 values in the model's dtype. Where attention is a kernel that reads the pool by itself (:attr:`KVPool.for_kernels`),
-codes and scales are arranged for it (:mod:`tracefp4.formats.words`); what :meth:`KVPool.stored` returns is the same.
+codes and scales are arranged for it (:mod:`tracefp4.formats.words`) and a head's K and V lie side by side, because
+they are read together; what :meth:`KVPool.stored` returns is the same.
 
 One page more than the engine may use is kept for *padding*: rows that fill up a batch write and read there.
 """
@@ -120,7 +121,10 @@ class StoredKV(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Plane:
-    """View of one layer: codes (or values) and scales, first axis the slot, kind after kind, vector after vector."""
+    """View of one layer: codes (or values) and scales, first axis the slot.
+
+    Then kind after kind and vector after vector or, for kernels, head after head, each with its K and its V.
+    """
 
     codes: Tensor
     scales: Tensor | None
@@ -201,7 +205,7 @@ class KVPool:
 
         made = None if self.numerics is None else rules(self.numerics)
         for kind, x in parts.items():
-            append(x.to(self.dtype), kv, made, slots, 0 if kind == Kind.K else kv.heads)
+            append(x.to(self.dtype), kv, made, slots, values=kind == Kind.V)
         return True
 
     @property
@@ -242,10 +246,16 @@ class KVPool:
             scales = plane.scales.index_select(0, flat)
             rows, scales = self._plain(rows, scales)
             rows = dequantize_packed(rows, scales, self.numerics, self.dtype)
-        return {
-            kind: rows[:, self._columns[kind]].view(*slots.shape, vectors, width)
-            for kind, (vectors, width) in self.sizes.items()
-        }
+        return {kind: self._vectors(rows, kind).unflatten(0, slots.shape) for kind in self.sizes}
+
+    def _vectors(self, rows: Tensor, kind: Kind) -> Tensor:
+        """The vectors ``(T, vectors, n)`` of one kind in rows ``(T, columns)`` of codes, scales or values; a view."""
+        vectors = self.sizes[kind][0]
+        if self.for_kernels:
+            return rows.unflatten(1, (vectors, 2, -1))[:, :, int(kind == Kind.V)]
+        total = sum(count * width for count, width in self.sizes.values())
+        columns, part = self._columns[kind], total // rows.shape[1]
+        return rows[:, columns.start // part : columns.stop // part].unflatten(1, (vectors, -1))
 
     def stored(self, layers: Sequence[int], kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
         """What ``slots (T,)`` of ``L`` layers store.
@@ -256,14 +266,15 @@ class KVPool:
         Raises:
             EngineError: the pool is not quantized.
         """
-        columns, vectors, n = self._columns[kind], self.sizes[kind][0], self.numerics
-        if self._scales is None or n is None:
+        if self._scales is None or self.numerics is None:
             raise EngineError(f"layer {layers[0]} stores {kind} in {self.dtype}: there are no codes to read")
-        size, index = 4 if self.for_kernels else 2, [self._index[layer] for layer in layers]
-        codes = _rows_of(self._codes, index, slots, columns.start // size, columns.stop // size)
-        scales = _rows_of(self._scales, index, slots, columns.start // n.block, columns.stop // n.block)
-        codes, scales = self._plain(codes, scales)
-        return codes.unflatten(2, (vectors, -1)), scales.unflatten(2, (vectors, -1))
+        index = torch.tensor([self._index[layer] for layer in layers], device=self._scales.device).unsqueeze(1)
+        lines = (index * self._scales.shape[1] + slots.to(self._scales.device)).flatten()
+        codes, scales = (
+            self._vectors(stored.flatten(0, 1), kind).index_select(0, lines).unflatten(0, (len(layers), -1))
+            for stored in (self._codes, self._scales)
+        )
+        return self._plain(codes, scales)
 
     def _plain(self, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         """Packed codes and scale bytes of stored rows, whatever their arrangement."""
@@ -279,13 +290,6 @@ class KVPool:
 
     def _tensors(self) -> list[Tensor]:
         return [t for t in (self._codes, self._scales) if t is not None]
-
-
-def _rows_of(stored: Tensor, layers: list[int], slots: Tensor, start: int, stop: int) -> Tensor:
-    """Columns of some slots ``(T,)`` in some layers of ``(layers, slots, width)``: ``(L, T, columns)``."""
-    first = torch.tensor(layers, device=stored.device).unsqueeze(1) * stored.shape[1]
-    lines = (first + slots.to(stored.device)).flatten()
-    return stored.flatten(0, 1)[:, start:stop].index_select(0, lines).unflatten(0, (len(layers), -1))
 
 
 def dequantize_packed(packed: Tensor, scales: Tensor, numerics: Numerics, dtype: torch.dtype) -> Tensor:

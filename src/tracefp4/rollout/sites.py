@@ -49,11 +49,21 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
         spec: what is quantized.
         pool: where K and V live.
         capture: where outcomes and routes are recorded.
+        max_batch: sequences that decode at once; attention kernels cut their work accordingly.
         residual: share of each token's channels whose residual is added to the experts' inputs; 0 for none.
     """
 
-    def __init__(self, layout: ModelLayout, spec: Spec, pool: KVPool, capture: Capture, residual: float = 0.0) -> None:
+    def __init__(
+        self,
+        layout: ModelLayout,
+        spec: Spec,
+        pool: KVPool,
+        capture: Capture,
+        max_batch: int,
+        residual: float = 0.0,
+    ) -> None:
         self.layout, self.spec, self.pool, self.capture, self.residual = layout, spec, pool, capture, residual
+        self.max_batch = max_batch
         self.batch: Batch | None = None
         self.weight_scales: dict[tuple[int, str], Tensor | None] = {}
         """FP32 scale ``(E,)`` of each quantized weight, by layer and projection; written at sync, in place."""
@@ -221,10 +231,11 @@ class _Attention:
     ) -> Tensor:
         kv = self.owner.pool.paged(self.layer, batch.page_size)
         if kv is not None:
-            from tracefp4.kernels.attention_decode import decode_attention, fits
+            from tracefp4.kernels.attention_decode import decode_attention, fits, split_for
 
             if fits(q[:, :, 0], kv):
-                out = decode_attention(q[:, :, 0], kv, batch.pages, batch.lengths, scaling, window, sinks)
+                span = split_for(self.owner.max_batch)
+                out = decode_attention(q[:, :, 0], kv, batch.pages, batch.lengths, scaling, window, sinks, span=span)
                 return out.unsqueeze(1)
         context, last = batch.context, batch.lengths.unsqueeze(1) - 1
         positions = torch.arange(context.shape[1], device=context.device).unsqueeze(0)
