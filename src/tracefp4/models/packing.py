@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tracefp4.formats import e2m1
 from tracefp4.formats.blocks import Quantized, quantize_weight
 from tracefp4.formats.numerics import Numerics
+from tracefp4.models.fingerprint import fingerprint
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.sites import Operand
 
@@ -82,17 +83,23 @@ def expert_weights(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str,
 
 
 def digest(parts: Mapping[str, Iterable[Tensor]]) -> str:
-    """Checksum (xxh3-128, hex) over named tensors, in name order.
+    """Checksum (xxh3-128, hex) over the names, dtypes, shapes and fingerprints of tensors, in name order.
+
+    Tensors are read where they lie; only their fingerprints come to the host, all together.
 
     Args:
         parts: for each parameter name the tensors that stand for it: packed parts, or the plain tensor alone.
     """
-    state = xxhash.xxh3_128()
+    names, numbers = [], []
     for name in sorted(parts):
-        state.update(name.encode())
         for tensor in parts[name]:
-            state.update(str(tuple(tensor.shape)).encode())
-            state.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+            names.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}")
+            numbers.append(fingerprint(tensor))
+    devices = {number.device for number in numbers}
+    found = {device: torch.stack([n for n in numbers if n.device == device]).tolist() for device in devices}
+    state = xxhash.xxh3_128()
+    for name, number in zip(names, numbers, strict=True):
+        state.update(f"{name} {found[number.device].pop(0)}\n".encode())
     return state.hexdigest()
 
 
