@@ -104,7 +104,7 @@ def _tiles(
         return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _split(
     q_ptr, codes_ptr, scales_ptr, pages_ptr, lengths_ptr, part_ptr, top_ptr, sum_ptr,
     pages_stride, code_stride, scale_stride, factor, window, splits,
@@ -158,7 +158,7 @@ def _split(
             tl.store(part_ptr + place[None, :] * D + row[:, None], out[index], mask=live[None, :] & (row >= 0)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
     part_ptr, top_ptr, sum_ptr, sinks_ptr, out_ptr, splits, heads, shift,
     D: tl.constexpr, SINKS: tl.constexpr,
