@@ -11,7 +11,7 @@ import torch
 
 from tracefp4.errors import ModelError
 from tracefp4.models import loading
-from tracefp4.models.directory import CACHE_VARIABLE, SOURCE_FILE, LoadedModel, complete_folder
+from tracefp4.models.directory import CACHE_VARIABLE, SOURCE_FILE, LoadedModel, cached, complete_folder
 from tracefp4.models.layout import describe
 from tracefp4.models.loading import NAMES, cache_dir, load_model, save_model
 from tracefp4.models.quickstart import MAX_LENGTH, tiny_moe
@@ -114,6 +114,31 @@ def test_of_two_writers_the_first_wins(tmp_path):
             (fast / "who").write_text("fast")
     assert (tmp_path / "m" / "who").read_text() == "fast"
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_two_builders_of_a_cached_model_share_the_first_one(tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    first = []
+
+    def slow():
+        first.append(cached("m", lambda: load_model("tiny:mixtral", seed=1), torch.bfloat16))
+        return load_model("tiny:mixtral", seed=2)
+
+    second = cached("m", slow, torch.bfloat16)
+    assert same(weights(first[0].model), weights(second.model)) and first[0].source == second.source
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_who_comes_second_checks_what_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+
+    def build():
+        (tmp_path / "m").mkdir()
+        (tmp_path / "m" / "foreign").write_text("")
+        return load_model("tiny:mixtral")
+
+    with pytest.raises(ModelError, match="no model folder"):
+        cached("m", build, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

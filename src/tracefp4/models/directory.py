@@ -106,10 +106,20 @@ def complete_folder(path: Path) -> Iterator[Path]:
 
 
 def cached(name: str, build: Callable[[], LoadedModel], dtype: torch.dtype) -> LoadedModel:
-    """Load the model ``name`` from the cache, after ``build`` has made it if it is not there."""
+    """Load the model ``name`` from the cache, after ``build`` has made it if it is not there.
+
+    Processes that find it missing at the same time all make it, each in a folder of its own, and all load what the
+    first one put there: nobody serves weights that were not read back from the cache.
+
+    Raises:
+        ModelError: it cannot be written, or what lies there is no complete model.
+    """
     path = cache_dir() / name
     if not path.is_dir():
-        save_model(build(), path)
+        try:
+            _write_model(build(), path)
+        except OSError as error:
+            raise ModelError(f"the model cannot be written to {path}: {error}") from error
     return load_directory(path, dtype=dtype)
 
 
@@ -126,14 +136,18 @@ def save_model(loaded: LoadedModel, directory: str | Path) -> Path:
     path = Path(directory).expanduser().absolute()
     try:
         _claim(path)
-        with complete_folder(path) as working, quiet():
-            loaded.model.save_pretrained(working)
-            loaded.tokenizer.save_pretrained(working)
-            text = json.dumps(loaded.source, indent=2, ensure_ascii=False)
-            (working / SOURCE_FILE).write_text(text + "\n", encoding="utf-8")
+        _write_model(loaded, path)
     except OSError as error:
         raise ModelError(f"the model cannot be written to {path}: {error}") from error
     return path
+
+
+def _write_model(loaded: LoadedModel, path: Path) -> None:
+    with complete_folder(path) as working, quiet():
+        loaded.model.save_pretrained(working)
+        loaded.tokenizer.save_pretrained(working)
+        text = json.dumps(loaded.source, indent=2, ensure_ascii=False)
+        (working / SOURCE_FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def load_directory(path: Path, *, dtype: torch.dtype) -> LoadedModel:

@@ -205,12 +205,14 @@ def _join(parts: list[Path], wheel: Path) -> None:
             f"{wheel.parent} has parts {numbers} of {WHEEL} with {size} bytes together; "
             f"expected parts from 0 on with {WHEEL_BYTES}"
         )
-    joined = wheel.with_name(f".{wheel.name}.joining")
-    with joined.open("wb") as file:
-        for part in parts:
-            with part.open("rb") as source:
-                shutil.copyfileobj(source, file, _CHUNK)
-    joined.rename(wheel)
+    with tempfile.TemporaryDirectory(dir=wheel.parent) as working:
+        # A folder of its own: another process may be joining the same parts.
+        joined = Path(working) / wheel.name
+        with joined.open("wb") as file:
+            for part in parts:
+                with part.open("rb") as source:
+                    shutil.copyfileobj(source, file, _CHUNK)
+        joined.rename(wheel)
 
 
 def _download(folder: Path) -> None:
