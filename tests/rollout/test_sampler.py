@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tracefp4.rollout import sampler
-from tracefp4.rollout.sampler import Draw, gumbel, sample, stream_key, truncated
+from tracefp4.rollout.sampler import Draw, gumbel, random_bits, sample, stream_key, truncated
 
 VOCABULARY = 12
 
@@ -114,3 +114,26 @@ def test_gumbel_moments_and_independence():
     assert noise.var(-1).tolist() == pytest.approx([math.pi**2 / 6] * 2, abs=0.04)
     assert abs(float(torch.corrcoef(noise)[0, 1])) < 0.01
     assert stream_key(0, 1) != stream_key(1, 0) and stream_key("0", 1) != stream_key(0, 1)
+
+
+def test_a_compiler_sees_no_64_bit_product_of_an_index():
+    seen = []
+
+    def backend(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op.startswith("call"))
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(sample, dynamic=True, backend=backend, fullgraph=True)
+    rows = logits().expand(3, -1)
+    for one, other in zip(compiled(rows, draw(3)), sample(rows, draw(3)), strict=True):
+        assert torch.equal(one, other)
+    assert any("counters" in target for target in seen) and not any("arange" in target for target in seen)
+
+
+@pytest.mark.slow
+def test_compiled_random_bits_are_the_same(device):
+    torch._dynamo.reset()
+    stream, position = torch.tensor([stream_key(3, 1), -1, 2**62], device=device), torch.arange(3, device=device)
+    compiled = torch.compile(random_bits, dynamic=True)
+    assert torch.equal(compiled(stream, position, 5000), random_bits(stream, position, 5000))

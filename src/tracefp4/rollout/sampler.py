@@ -121,11 +121,29 @@ def gumbel(stream: Tensor, position: Tensor, size: int) -> Tensor:
         position: ``(B,)`` int64.
         size: noise values a row.
     """
-    key = _mix(stream + position * _GOLDEN)
-    index = torch.arange(1, size + 1, device=stream.device) * _GOLDEN
-    bits = _mix(key.unsqueeze(-1) + index)
-    uniform = _shift(bits, 11).float().add_(0.5).mul_(2.0**-53)
+    uniform = random_bits(stream, position, size).float().add_(0.5).mul_(2.0**-53)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def random_bits(stream: Tensor, position: Tensor, size: int) -> Tensor:
+    """53 random bits for each token id, ``(B, size)`` int64; the arguments are those of :func:`gumbel`."""
+    key = _mix(stream + position * _GOLDEN)
+    return _shift(_mix(key.unsqueeze(-1) + counters(stream, size)), 11)
+
+
+@torch.library.custom_op("tracefp4::counters", mutates_args=())
+def counters(like: Tensor, size: int) -> Tensor:
+    """``(size,)`` int64 on the device of ``like``: the counter of each token id, multiples of the increment from 1 on.
+
+    An operator, because a compiler must not look inside: PyTorch's would fold the multiplication into the index of an
+    element, which its GPU code computes in 32 bits, and the product needs all 64 (and wraps around in them).
+    """
+    return torch.arange(1, size + 1, device=like.device) * _GOLDEN
+
+
+@counters.register_fake
+def _(like: Tensor, size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.int64, device=like.device)
 
 
 def _mix(x: Tensor) -> Tensor:
