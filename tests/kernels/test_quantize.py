@@ -104,3 +104,33 @@ def test_every_tile(name, width, device, make_values, same):
     assert x.count_nonzero() > 0.99 * x.numel()
     found = quantize(x.to(device), rules(n), codes=True, packed=True, operand=True, bits=4)
     check(found, blocks.quantize(x, n), same, 4)
+
+
+@pytest.mark.parametrize("limit", [0, 65535])
+def test_rows_are_joined_only_where_a_grid_holds_their_pieces(limit, device, make_values, same, monkeypatch):
+    from tracefp4.kernels import quantize as kernel
+
+    monkeypatch.setattr(kernel, "GRID_LIMIT", limit)
+    n = get_numerics("mxfp4-ceil")
+    x = make_values(12, 96, "normal", 13).view(3, 4, 96)
+    assert kernel.joins_rows(x, rules(n)) == (limit > 0)
+    check(kernel.quantize(x.to(device), rules(n), codes=True, packed=True), blocks.quantize(x, n), same)
+
+
+def test_experts_of_a_large_model_exceed_a_grid_of_one_row():
+    from tracefp4.kernels.quantize import joins_rows
+
+    made = rules(get_numerics("mxfp4-ceil"))
+    assert not joins_rows(torch.empty(128, 1536, 2048, dtype=torch.bfloat16, device="meta"), made)
+    assert joins_rows(torch.empty(128, 256, 2048, dtype=torch.bfloat16, device="meta"), made)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_weights_of_a_large_layer(same):
+    n = get_numerics("mxfp4-ceil")
+    w = torch.randn(128, 1536, 2048, device="cuda", dtype=torch.bfloat16)
+    q = blocks.quantize_weight(w, n)
+    for expert in (0, 64, 127):
+        expected = blocks.quantize(w[expert].cpu(), n)
+        assert same(q.codes[expert], expected.codes) and same(q.scales[expert], expected.scales)

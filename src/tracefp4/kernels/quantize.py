@@ -37,6 +37,8 @@ ROW_LIMIT = 32768
 """Longest row that shares a global scale: it is held in registers."""
 _PIECE = 2048
 """Values a program takes of a longer row without such a scale."""
+GRID_LIMIT = 65535
+"""Most programs along the second axis of a CUDA grid; along the first there may be 2^31 - 1."""
 
 
 @triton.jit
@@ -177,8 +179,7 @@ def quantize(
     if given or rules.scope != "token":
         out.global_scale = global_scale
     per_global = rows // global_scale.numel() if given and global_scale is not None else 1
-    if rules.scope in ("constant", "none") and not bits and x.is_contiguous() and x.numel() < 2**31:
-        # No scale spans a row, so rows may be joined: programs get full tiles however narrow a row is.
+    if not bits and joins_rows(x, rules):
         width, rows = x.numel(), 1
     tile = tile_of(width, rules, given)
     grid = (rows, triton.cdiv(width // rules.block, tile))
@@ -191,6 +192,14 @@ def quantize(
         **rules.constants(), num_warps=warps_of(tile * rules.block), enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+def joins_rows(x: Tensor, rules: Rules) -> bool:
+    """Whether all rows may be taken as one, which gives every program a full tile however narrow a row is.
+
+    That needs that no scale spans a row, and that the pieces of the long row fit into the second axis of a grid.
+    """
+    return rules.scope in ("constant", "none") and x.is_contiguous() and x.numel() <= GRID_LIMIT * _PIECE
 
 
 def tile_of(width: int, rules: Rules, given: bool = False) -> int:
