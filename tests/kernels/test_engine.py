@@ -7,24 +7,31 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracefp4.core import Request, SamplingParams
+from tracefp4.errors import SyncError
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.frame import decode
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
+from tracefp4.models.layout import describe
+from tracefp4.models.packing import model_digest
 from tracefp4.rollout.embedded import EmbeddedEngine
 
 
-def build(device, spec):
-    torch.manual_seed(1)
+def make_model(seed=1, width=64):
+    torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
-        moe_intermediate_size=64, intermediate_size=64, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=width, intermediate_size=64, num_experts=4, num_experts_per_tok=2,
         max_position_embeddings=256, tie_word_embeddings=False,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
     for parameter in model.parameters():
         parameter.data.mul_(3.0 if parameter.ndim > 1 else 1.0)
-    store = MemoryStore()
+    return model
+
+
+def build(device, spec, **model_options):
+    model, store = make_model(**model_options), MemoryStore()
     plan = Plan.parse("r4-all+mid") if spec.activations is not None else None
     engine = EmbeddedEngine(
         model, None, spec, plan, store, device=device, max_tokens=128, max_batch=4, prefill_chunk=32, cuda_graphs=True
@@ -57,3 +64,67 @@ def test_engine_with_and_without_kernels(name, device, monkeypatch):
         # One layer: its inputs are computed by the same code, so they are equal; what follows attention is nearly so.
         same = (found.sites[site].planes[:19] == record.planes[:19]).float().mean()
         assert same == 1.0 if site.kind in ("k", "v") else same > 0.9
+
+
+@pytest.fixture
+def plain_rounding(device, monkeypatch):
+    """Weights rounded by the plain code where kernels are interpreted: the same bytes, in less time."""
+    if device.type == "cpu":
+        monkeypatch.setattr("tracefp4.formats.blocks.has_kernel", lambda *_: False)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4"])
+@pytest.mark.usefixtures("plain_rounding")
+def test_experts_take_the_bytes_of_their_codes_and_scales_alone(name, device):
+    spec = get_spec(name)
+    engine, _ = build(device, spec)
+    experts = 4 * 3 * 64 * 64
+    whole = 2 * sum(p.numel() for p in make_model().parameters())
+    packed = experts * (1 / 2 + 1 / spec.weights.block)
+    # Three float32 scales an expert and projection at most (primary form, and the one that kernels read), an element
+    # in the place of a parameter, and the buffers of RoPE.
+    assert whole - 2 * experts + packed <= engine.weight_bytes <= whole - 2 * experts + packed + 256
+    assert engine.token_bytes == 2 * 64 * (1 / 2 + 1 / spec.kv.block)
+    before = engine.weight_bytes
+    trainer = make_model(seed=2)
+    digest = engine.sync({name: p.detach() for name, p in trainer.named_parameters()}, 1)
+    assert digest == engine.digest() == model_digest(trainer, describe(trainer), spec.weights)
+    assert engine.weight_bytes == before
+    held = dict(engine.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
+    assert held.shape == (4, 64, 64) and held.isnan().all()
+
+
+@pytest.mark.usefixtures("plain_rounding")
+def test_packed_weights_are_served_and_proved(device):
+    spec = get_spec("nvfp4-w4a4-kv4")
+    engine, _ = build(device, spec)
+    names = [name for name, _ in engine.model.named_parameters() if ".experts." in name]
+    kept = {name: engine._weights.packed(name) for name in names}
+    before, codes = engine.digest(), kept[names[0]].codes.clone()
+    engine.sync({name: p.detach() for name, p in make_model(seed=2).named_parameters()}, 1)
+    assert engine.digest() != before
+    state = {name: p.detach() for name, p in make_model().named_parameters()}
+    assert engine.sync(state | kept, 2) == before
+    assert torch.equal(engine._weights.packed(names[0]).codes, codes)
+    with pytest.raises(SyncError, match="no quantized weight"):
+        engine._weights.packed("lm_head.weight")
+
+
+@pytest.mark.usefixtures("plain_rounding")
+def test_a_layer_that_the_kernel_cannot_take_keeps_its_parameters(device):
+    engine, _ = build(device, get_spec("nvfp4-w4a4-kv4"), width=32)
+    held = dict(engine.model.named_parameters())["model.layers.0.mlp.experts.gate_up_proj"]
+    assert held.isfinite().all() and held.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_sync_needs_the_memory_of_one_projection_more(device):
+    spec = get_spec("nvfp4-w4a4-kv4")
+    engine, _ = build(device, spec, width=4096)
+    state = {name: p.detach() for name, p in make_model(seed=2, width=4096).named_parameters()}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    engine.sync(state, 1)
+    projection = 2 * state["model.layers.0.mlp.experts.gate_up_proj"].numel()
+    assert torch.cuda.max_memory_allocated() - before < 3 * projection

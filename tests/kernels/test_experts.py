@@ -7,7 +7,7 @@ import torch
 
 from tracefp4.formats.blocks import quantize
 from tracefp4.formats.spec import get_spec
-from tracefp4.models.kernel_weights import arrange
+from tracefp4.models.kernel_weights import arrange, packed_again
 from tracefp4.models.packing import pack_weight
 
 GPU = torch.cuda.is_available()
@@ -88,3 +88,14 @@ def test_weighted_sum(device, same):
     expected = rows.view(3, 2, 80).float() * weights[..., None]
     found = weighted_sum(rows.to(device), weights.to(device))
     assert same(found, (expected[:, 0] + expected[:, 1]).bfloat16())
+
+
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4"])
+def test_arranged_weights_give_their_packed_bytes_back(spec, same):
+    numerics = get_spec(spec).weights
+    weight = torch.randn(3, 40, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
+    weight[1, 3], weight[2, :, :64] = 0.0, 0.0
+    packed = pack_weight(weight, numerics)
+    again = packed_again(arrange(packed), packed.global_scale, numerics)
+    for found, expected in zip(again.parts(), packed.parts(), strict=True):
+        assert same(found, expected)

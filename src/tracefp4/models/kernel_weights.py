@@ -2,7 +2,8 @@
 
 The canonical form of a quantized weight is :class:`~tracefp4.models.packing.PackedWeight`, whose bytes the checksum
 covers. For a GPU without FP4 tensor cores its codes are arranged in words once, when it is synced
-(:mod:`tracefp4.formats.words`); nothing is rounded again.
+(:mod:`tracefp4.formats.words`); nothing is rounded again. The arrangement is a bijection, so an engine keeps the words
+alone: :func:`packed_again` gives the packed bytes back whenever the checksum is asked for.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tracefp4.errors import FormatError
 from tracefp4.formats import e2m1, words
 from tracefp4.formats.blocks import Quantized
+from tracefp4.formats.numerics import Numerics
 from tracefp4.models.packing import PackedWeight
 
 if TYPE_CHECKING:
@@ -41,6 +44,28 @@ def arrange(packed: PackedWeight) -> ExpertWeight | None:
     return ExpertWeight(
         values, scales, None if alpha is None else alpha.reshape(-1), out, inner, mx, numerics.block
     )  # fmt: skip
+
+
+def packed_again(weight: ExpertWeight, global_scale: Tensor | None, numerics: Numerics) -> PackedWeight:
+    """The packed weight from which :func:`arrange` made ``weight``, bit for bit.
+
+    Args:
+        weight: words and recoded scales.
+        global_scale: ``(E, 1, 1)`` float32 in primary form, of which ``weight`` has the decode form only; or ``None``.
+        numerics: of the weight.
+
+    Raises:
+        FormatError: ``weight`` is a plain bfloat16 one.
+    """
+    if weight.scales is None:
+        raise FormatError("a bfloat16 weight has no packed form; quantize it first")
+    experts = len(weight.values)
+    codes = torch.empty(experts, weight.out, weight.inner // 2, dtype=torch.uint8, device=weight.values.device)
+    for expert in range(experts):
+        rows = weight.values[expert].transpose(0, 1).reshape(weight.out, -1)
+        codes[expert] = e2m1.pack(words.from_words(rows))
+    scales = weight.scales.transpose(1, 2).reshape(experts, weight.out, -1)
+    return PackedWeight(codes, scales if weight.mx else words.restore(scales), global_scale, numerics)
 
 
 def put_arranged(weights: dict[tuple[int, str], ExpertWeight], key: tuple[int, str], packed: PackedWeight) -> None:

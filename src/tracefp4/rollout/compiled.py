@@ -8,9 +8,9 @@ are (:mod:`tracefp4.models.opaque`): quantizing, recording, attention and expert
 Fused arithmetic rounds less often than the separate kernels of a trainer do: a norm and what follows it stay in float32
 registers. That is how serving engines compute, and one of the reasons why a rollout and its trainer differ.
 
-The sampler is compiled as well, on its own: as separate kernels its random numbers would cross memory some twenty times,
-64 bits for each token of the vocabulary and sequence. Its random bits are the same either way; logarithms may differ in
-their last bit.
+The sampler is compiled as well, on its own: as separate kernels its random numbers would cross memory some twenty
+times, 64 bits for each token of the vocabulary and sequence. Its random bits are the same either way; logarithms may
+differ in their last bit.
 
 Prefill runs uncompiled: its tensors are large, and their lengths differ every time.
 """

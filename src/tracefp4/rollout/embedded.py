@@ -11,7 +11,8 @@ It computes as a serving engine does: decode attends to one query a sequence ove
 chunks, experts with FP4 weights and activations. It shares no intermediate result with a trainer, so the numerical gap
 between the two is the real one.
 
-The engine owns its model: parameters of experts are overwritten with their quantized values. Give it a copy.
+The engine owns its model: parameters of experts are overwritten with their quantized values, or emptied where the
+grouped kernel multiplies arranged codes (:mod:`tracefp4.rollout.sync`). Give it a copy.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tracefp4.rollout.admission import Limits, check_request, recorded_shapes
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.engine import Capabilities, Digest, EngineStats
 from tracefp4.rollout.harvest import Harvester
-from tracefp4.rollout.pool import KVPool, PageAllocator
+from tracefp4.rollout.pool import KVPool, PageAllocator, check_storable
 from tracefp4.rollout.request import Sampled, Sequence, StopRules, eos_token_ids
 from tracefp4.rollout.runner import Runner
 from tracefp4.rollout.sampler import stream_key
@@ -117,16 +118,19 @@ class EmbeddedEngine(StepwiseEngine):
         limits, layout, device = self._limits, self.layout, self.device
         self.pages = PageAllocator(limits.max_tokens // limits.page_size, limits.page_size)
         slots = limits.max_tokens + limits.page_size
-        self.pool = KVPool(layout, self.spec, slots, dtype, device)
         shapes = recorded_shapes(layout, self.spec, self.plan)
-        self.capture = Capture(layout, shapes, 4 if self.plan is None else self.plan.bits, slots, device)
-        self.states = StatePool(layout, limits.max_batch + RESIDENT_STATES)
-        self.scheduler = Scheduler(self.pages, self.states, limits.max_batch, limits.prefill_chunk)
-        sites = EngineSites(layout, self.spec, self.pool, self.capture, limits.max_batch, residual)
+        check_storable(self.spec)
+        sites = EngineSites(layout, self.spec, limits.max_batch, residual)
         bind(self._model, sites, spec=self.spec)
         # The sum of two FP4 terms is no operand of the grouped kernel, so nothing is arranged for it then.
         arranged = None if residual else sites.kernel_weights
+        # Before the pool: what packing frees is there for K and V.
         self._weights = WeightSync(self._model, layout, self.spec.weights, sites.weight_scales, arranged)
+        self.pool = KVPool(layout, self.spec, slots, dtype, device)
+        self.capture = Capture(layout, shapes, 4 if self.plan is None else self.plan.bits, slots, device)
+        self.states = StatePool(layout, limits.max_batch + RESIDENT_STATES)
+        self.scheduler = Scheduler(self.pages, self.states, limits.max_batch, limits.prefill_chunk)
+        sites.serve(self.pool, self.capture)
         self._max_length = int(self._model.get_submodule(layout.decoder).config.max_position_embeddings)
         self._runner = Runner(
             self._model,
@@ -168,6 +172,16 @@ class EmbeddedEngine(StepwiseEngine):
         self._stats.retractions = self.scheduler.retractions
         self._stats.graph_steps = self._runner.graph_steps
         return self._stats
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights as they are kept."""
+        return self._weights.nbytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in all layers."""
+        return self.pool.token_bytes
 
     @property
     def busy(self) -> bool:
@@ -326,7 +340,7 @@ class EmbeddedEngine(StepwiseEngine):
         return coverage(self._model, self.spec)
 
     def close(self) -> None:
-        """Drop what is in flight and take the site objects off the model, which keeps its quantized weights."""
+        """Drop what is in flight and take the site objects off the model, whose experts hold no weights of use."""
         self._drop_everything()
         unbind(self._model)
 

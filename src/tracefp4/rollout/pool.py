@@ -111,6 +111,19 @@ def kv_sizes(layout: ModelLayout) -> dict[Kind, tuple[int, int]]:
     return {Kind.K: (layout.kv_heads, layout.head_dim), Kind.V: (layout.kv_heads, layout.v_head_dim)}
 
 
+def check_storable(spec: Spec) -> None:
+    """Refuse numerics that a pool cannot store.
+
+    Raises:
+        EngineError: K and V in another element format, or under a global scale that is made from values.
+    """
+    if spec.kv is not None and (spec.kv.scope in ("token", "tensor") or spec.kv.element != "e2m1"):
+        raise EngineError(
+            f"the KV pool stores FP4 codes under a constant global scale; {spec.kv.name!r} has {spec.kv.element} "
+            f"elements and a global scale of scope {spec.kv.scope!r}"
+        )
+
+
 class StoredKV(Protocol):
     """What a finished request's K and V are read from."""
 
@@ -148,12 +161,8 @@ class KVPool:
     """
 
     def __init__(self, layout: ModelLayout, spec: Spec, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.numerics, self.dtype, self.sizes = spec.kv, dtype, kv_sizes(layout)
-        if spec.kv is not None and (spec.kv.scope in ("token", "tensor") or spec.kv.element != "e2m1"):
-            raise EngineError(
-                f"the KV pool stores FP4 codes under a constant global scale; {spec.kv.name!r} has {spec.kv.element} "
-                f"elements and a global scale of scope {spec.kv.scope!r}"
-            )
+        check_storable(spec)
+        self.numerics, self.dtype, self.sizes, self._slots = spec.kv, dtype, kv_sizes(layout), slots
         self.for_kernels = self._takes_kernels(dtype, device)
         """Stored for the attention kernels: codes in words, scales recoded."""
         self._columns: dict[Kind, slice] = {}
@@ -212,6 +221,11 @@ class KVPool:
     def nbytes(self) -> int:
         """Bytes of the whole pool."""
         return sum(t.numel() * t.element_size() for t in self._tensors())
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one slot in all layers."""
+        return self.nbytes // self._slots
 
     def write(self, layer: int, slots: Tensor, parts: Mapping[Kind, Tensor]) -> Quantized | None:
         """Quantize and store.

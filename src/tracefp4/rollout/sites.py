@@ -4,7 +4,7 @@ Everything a serving engine does to a tensor at these points happens here, in de
 
 - experts: the input of each projection is quantized, its outcome recorded beside the token's slot, and its exact
 operand
-  handed on; weights were quantized when they were synced, and their parameters hold the exact operand values;
+  handed on; weights were quantized when they were synced;
 - routers: the chosen experts are recorded;
 - attention: K and V of the current tokens are written to the pool as FP4, then the whole context is read back from the
   pool. What was just computed is never attended to directly.
@@ -47,23 +47,17 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
     Args:
         layout: the model's layers and sizes.
         spec: what is quantized.
-        pool: where K and V live.
-        capture: where outcomes and routes are recorded.
         max_batch: sequences that decode at once; attention kernels cut their work accordingly.
         residual: share of each token's channels whose residual is added to the experts' inputs; 0 for none.
     """
 
-    def __init__(
-        self,
-        layout: ModelLayout,
-        spec: Spec,
-        pool: KVPool,
-        capture: Capture,
-        max_batch: int,
-        residual: float = 0.0,
-    ) -> None:
-        self.layout, self.spec, self.pool, self.capture, self.residual = layout, spec, pool, capture, residual
-        self.max_batch = max_batch
+    pool: KVPool
+    """Where K and V live; set by :meth:`serve`."""
+    capture: Capture
+    """Where outcomes and routes are recorded; set by :meth:`serve`."""
+
+    def __init__(self, layout: ModelLayout, spec: Spec, max_batch: int, residual: float = 0.0) -> None:
+        self.layout, self.spec, self.max_batch, self.residual = layout, spec, max_batch, residual
         self.batch: Batch | None = None
         self.weight_scales: dict[tuple[int, str], Tensor | None] = {}
         """FP32 scale ``(E,)`` of each quantized weight, by layer and projection; written at sync, in place."""
@@ -76,6 +70,10 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
             routers={layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)},
             attention={layer: _Attention(self, layer) for layer in layout.kv_layers},
         )
+
+    def serve(self, pool: KVPool, capture: Capture) -> None:
+        """Set what a forward pass writes to; made after the weights are packed, which frees memory for it."""
+        self.pool, self.capture = pool, capture
 
     @property
     def experts_by_kernel(self) -> bool:
@@ -141,6 +139,11 @@ class _Experts:
 
     def _weight(self, module: nn.Module, projection: str) -> Operand:
         weight = getattr(module, projection)
+        if self.owner.spec.weights is not None and (self.layer, projection) in self.owner.kernel_weights:
+            raise EngineError(
+                f"{projection} of layer {self.layer} is kept for the grouped kernel alone, and a forward pass without "
+                "kernels asked for it; set TRACEFP4_KERNELS before the engine is built"
+            )
         if weight.is_cuda:
             # Captured graphs must read the weight itself: a kept copy would survive the next sync in them.
             return self._make(module, projection, weight.detach())

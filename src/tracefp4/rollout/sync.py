@@ -1,9 +1,15 @@
 """New weights: quantized, put in place, and proved.
 
-The trainer pushes its bfloat16 weights. Expert weights are packed to FP4 on arrival (codes and scales are what a
-serving engine would keep), and the parameter of the engine's model is overwritten with their exact bfloat16 operand
-``code x block scale``: the number that the tensor cores would multiply, so attention to memory costs no arithmetic.
-The parameters stay where they are, because CUDA graphs hold their addresses.
+The trainer pushes its bfloat16 weights. Expert weights are packed to FP4 on arrival, one projection of one layer after
+the other. What is kept then depends on who multiplies:
+
+- Where the grouped kernel does, the codes arranged for it and nothing else: 4.5 bits a weight. The parameter of the
+  model keeps its name, shape and dtype for whoever looks at it, but one NaN stands for all its elements: the memory is
+  free for K and V, and a product that reads it by mistake fails loudly.
+- Elsewhere the packed codes, and the parameter is overwritten with their exact bfloat16 operand ``code x block scale``,
+  the number that tensor cores would multiply.
+
+What is kept stays where it is from sync to sync, because CUDA graphs hold its addresses.
 
 The checksum covers every parameter: packed codes and scales of the experts, raw bytes of all others. It is equal to the
 trainer's own (:func:`tracefp4.models.packing.model_digest`) if and only if both sides quantize the same weights.
@@ -13,7 +19,7 @@ Nothing here is atomic: a sync that fails half-way leaves a mixture behind, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +27,9 @@ from torch import Tensor, nn
 
 from tracefp4.errors import SyncError, suggest
 from tracefp4.formats.numerics import Numerics
+from tracefp4.formats.words import CHUNK
 from tracefp4.kernels.runtime import usable
-from tracefp4.models.kernel_weights import put_arranged, put_plain
+from tracefp4.models.kernel_weights import packed_again, put_arranged, put_plain
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.packing import PackedWeight, digest, expert_weights, pack_weight
 
@@ -40,7 +47,7 @@ class WeightSync:
     """The weights of the engine's model.
 
     Args:
-        model: the engine's own model; its expert parameters are overwritten.
+        model: the engine's own model; its expert parameters are overwritten or emptied.
         layout: where its experts are.
         numerics: of expert weights; ``None`` leaves them as they are.
         scales: where the global scales of quantized weights go, shared with the site objects.
@@ -67,8 +74,29 @@ class WeightSync:
         elif kernel_weights is not None:
             _plain_kernel_weights(model, layout, kernel_weights)
         self._packed: dict[str, PackedWeight] = {}
+        self._globals: dict[str, Tensor | None] = {}
+        """Global scales, in primary form, of the weights that are kept arranged."""
+        self._multiplied = self._experts.keys() if self._has_kernels(layout) else ()
         for name in self._experts:
             self._put(name, self._parameters[name])
+
+    def _has_kernels(self, layout: ModelLayout) -> bool:
+        """Whether the grouped kernel multiplies the quantized weights: both projections of every layer, or none."""
+        if self._kernel_weights is None or layout.hidden % CHUNK or layout.intermediate % CHUNK:
+            return False
+        weights = [self._parameters[name] for name in self._experts]
+        return all(usable(weight) and weight.dtype is torch.bfloat16 for weight in weights)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as they are kept, each storage once."""
+        kept = [*self._parameters.values(), *self._others.values()]
+        kept += [part for packed in self._packed.values() for part in packed.parts()]
+        kept += [scale for scales in (self._globals, self._scales) for scale in scales.values() if scale is not None]
+        for weight in (self._kernel_weights or {}).values():
+            kept += [part for part in (weight.values, weight.scales, weight.alpha) if part is not None]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        return sum(storages.values())
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor | PackedWeight]) -> None:
@@ -96,8 +124,12 @@ class WeightSync:
     def digest(self) -> str:
         """Checksum of what is in place."""
         parts: dict[str, Iterable[Tensor]] = {name: (p.detach(),) for name, p in self._parameters.items()}
-        parts |= {name: tuple(packed.parts()) for name, packed in self._packed.items()}
+        # One after the other: packed bytes of all arranged weights at once would take as much memory as those do.
+        parts |= {name: self._parts(name) for name in self._experts}
         return digest(parts)
+
+    def _parts(self, name: str) -> Iterator[Tensor]:
+        yield from self.packed(name).parts()
 
     def packed(self, name: str) -> PackedWeight:
         """Codes and scales of an expert weight.
@@ -105,8 +137,11 @@ class WeightSync:
         Raises:
             SyncError: no such weight is quantized.
         """
-        if name not in self._packed:
-            raise SyncError(f"{name!r} is no quantized weight{suggest(name, self._packed)}")
+        if name not in self._experts or self.numerics is None:
+            raise SyncError(f"{name!r} is no quantized weight{suggest(name, self._experts)}")
+        if self._kernel_weights is not None and name in self._globals:
+            layer, projection, _ = self._experts[name]
+            return packed_again(self._kernel_weights[layer, projection], self._globals[name], self.numerics)
         return self._packed[name]
 
     def _put(self, name: str, tensor: Tensor) -> None:
@@ -135,12 +170,15 @@ class WeightSync:
         self._place(name, PackedWeight(codes, scales, scale, packed.numerics))
 
     def _place(self, name: str, packed: PackedWeight) -> None:
-        """Keep a packed weight and overwrite the parameter with its operand."""
+        """Keep a packed weight, arranged if the kernel multiplies it, else with its operand in the parameter."""
         layer, projection, transposed = self._experts[name]
         target = self._parameters[name]
-        self._packed[name] = packed
-        if self._kernel_weights is not None and usable(target) and target.dtype is torch.bfloat16:
+        if self._kernel_weights is not None and name in self._multiplied:
             put_arranged(self._kernel_weights, (layer, projection), packed)
+            self._globals[name] = packed.global_scale
+            _empty(target)
+            return
+        self._packed[name] = packed
         operand = packed.operand()
         values = target.detach().transpose(1, 2) if transposed else target.detach()
         values.copy_(operand.values)
@@ -177,6 +215,13 @@ class WeightSync:
             raise SyncError(
                 f"{name!r} is tied to another parameter of the engine's model, but differs from it in the sync"
             )
+
+
+def _empty(parameter: Tensor) -> None:
+    """Free a parameter's memory: one NaN in the place of all its elements."""
+    if parameter.untyped_storage().nbytes() > parameter.element_size():
+        nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
+        parameter.data = nothing.expand(parameter.shape)
 
 
 def _optional(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
