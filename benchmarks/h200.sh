@@ -3,7 +3,7 @@
 #
 #     sh benchmarks/h200.sh FOLDER
 #
-# FOLDER gets one log and one JSON file a step. About eight minutes at most: every step has a limit.
+# FOLDER gets one log and one JSON file a step. About fourteen minutes at most: every step has a limit.
 out=${1:?usage: sh benchmarks/h200.sh FOLDER}
 python=${PYTHON:-python}
 mkdir -p "$out"
@@ -32,6 +32,9 @@ bench qat 45 qat
 bench experts 90 experts --shape 30b --batch 1 --batch 16 --batch 64 --batch 256
 bench attention 80 attention --shape 30b --shape 35b
 bench decode 100 decode --batch 1 --batch 16 --batch 64
+bench decode-35b 90 decode --shape 35b --batch 1 --batch 64 --arm bf16 --arm nvfp4-w4a4-kv4
+bench decode-peer 100 decode --batch 1 --batch 64 --budget 0 --arm bf16 --arm transformers
+bench rollout 90 rollout
 step test-engine 60 "$python" -m pytest tests/kernels/test_engine.py tests/rollout/test_gpu.py -m gpu -q
 bench capture 60 capture
 bench prefill 50 prefill

@@ -10,18 +10,36 @@ import typer
 from tracefp4.cli.console import JsonOption, emit, number
 from tracefp4.errors import ConfigError, suggest
 
-CASES = ("codec", "qat", "attention", "experts", "decode", "prefill", "capture")
+CASES = ("codec", "qat", "attention", "experts", "decode", "prefill", "capture", "rollout")
 """What can be measured."""
+MODELS = ("decode", "prefill", "capture", "rollout")
+"""Those that build a model."""
 
 
 def run(
     case: Annotated[str, typer.Argument(help=f"One of: {', '.join(CASES)}.")],
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; only codec and qat run on a CPU.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda or cuda:N; codec, qat and tiny shapes run on a CPU.")
+    ] = "auto",
     batch: Annotated[list[int] | None, typer.Option(help="Batch size; may be repeated.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Context length; may be repeated.")] = None,
-    shape: Annotated[list[str] | None, typer.Option(help="Shape of attention or experts; may be repeated.")] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="Shape of attention, experts or model (30b, 35b, smollm2-moe, tiny, ...); may be repeated."),
+    ] = None,
+    arm: Annotated[
+        list[str] | None, typer.Option(help="Spec of a decode arm, or transformers; may be repeated; all specs.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="GiB for weights, K, V and states in memory-limited decode; 120, 0 for none.")
+    ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile decoder layers and sampler, for decode, capture and rollout.")
+    ] = False,
     rows: Annotated[int, typer.Option(help="Rows of 2048 values, for codec and qat.")] = 16384,
-    layers: Annotated[int, typer.Option(help="Layers of the random model, for decode, prefill and capture.")] = 8,
+    layers: Annotated[
+        int | None, typer.Option(help="Layers of the random model, for decode, prefill, capture and rollout; 8 of 30b.")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each case; the median counts.")] = 20,
     output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
     as_json: JsonOption = False,
@@ -34,7 +52,11 @@ def run(
     if case not in CASES:
         raise ConfigError(f"unknown benchmark {case!r}{suggest(case, CASES)}")
     bench = Bench(pick_device(device), repeats)
-    _run(bench, case, tuple(batch or ()), tuple(context or ()), tuple(shape or ()), rows, layers)
+    batches, contexts, shapes = tuple(batch or ()), tuple(context or ()), tuple(shape or ())
+    if case in MODELS:
+        _run_model(bench, case, batches, contexts, shapes, layers, tuple(arm or ()), budget, compiled)
+    else:
+        _run_kernels(bench, case, batches, contexts, shapes, rows)
     found = bench.to_dict()
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -42,36 +64,57 @@ def run(
     emit(found, as_json=as_json, text=_table(found))
 
 
-def _run(
-    bench: Any, case: str, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...], rows: int,
-    layers: int,
+def _run_kernels(
+    bench: Any, case: str, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...], rows: int
 ) -> None:  # fmt: skip
-    from tracefp4.evaluation import bench_engine, bench_kernels
+    from tracefp4.evaluation import bench_kernels
 
     if case in ("codec", "qat"):
         (bench_kernels.bench_codec if case == "codec" else bench_kernels.bench_qat)(bench, rows)
-    elif case in ("attention", "experts"):
-        known = bench_kernels.ATTENTION if case == "attention" else bench_kernels.EXPERTS
-        for name in shapes:
-            if name not in known:
-                raise ConfigError(f"unknown shape {name!r}{suggest(name, known)}")
-        sizes: dict[str, Any] = {"shapes": shapes or tuple(known)}
-        if batches:
-            sizes["batches"] = batches
-        if case == "attention":
-            if contexts:
-                sizes["contexts"] = contexts
-            bench_kernels.bench_attention(bench, **sizes)
-        else:
-            bench_kernels.bench_experts(bench, **sizes)
+        return
+    known = bench_kernels.ATTENTION if case == "attention" else bench_kernels.EXPERTS
+    _check(shapes, known, "shape")
+    sizes: dict[str, Any] = {"shapes": shapes or tuple(known)}
+    if batches:
+        sizes["batches"] = batches
+    if case == "attention":
+        if contexts:
+            sizes["contexts"] = contexts
+        bench_kernels.bench_attention(bench, **sizes)
     else:
-        model = bench_engine.Shape(layers=layers)
+        bench_kernels.bench_experts(bench, **sizes)
+
+
+def _run_model(
+    bench: Any, case: str, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...],
+    layers: int | None, arms: tuple[str, ...], budget: float | None,
+    compiled: bool,
+) -> None:  # fmt: skip
+    from tracefp4.evaluation import bench_engine, bench_rollout
+    from tracefp4.evaluation.bench import need_cuda
+
+    _check(shapes, bench_engine.SHAPES, "shape")
+    _check(arms, bench_engine.ARMS, "arm")
+    for name in shapes or ("smollm2-moe" if case == "rollout" else "30b",):
+        if not name.startswith("tiny"):
+            need_cuda(bench, case)
+        length = (contexts or ((512,) if name.startswith("tiny") else (8192,)))[0]
+        part = bench_engine.slice_of(name, layers, length, compiled)
         if case == "decode":
-            bench_engine.bench_decode(bench, batches or (1, 16, 64), (contexts or (8192,))[0], model)
+            bench_engine.bench_decode(bench, part, batches or (1, 16, 64), budget, arms or bench_engine.SPECS)
         elif case == "capture":
-            bench_engine.bench_capture(bench, (batches or (64,))[0], (contexts or (8192,))[0], model)
+            bench_engine.bench_capture(bench, part, (batches or (64,))[0])
+        elif case == "prefill":
+            part = bench_engine.slice_of(name, layers, (contexts or (4096,))[0])
+            bench_engine.bench_prefill(bench, part, (batches or (4,))[0])
         else:
-            bench_engine.bench_prefill(bench, (batches or (4,))[0], (contexts or (4096,))[0], model)
+            bench_rollout.bench_rollout(bench, name, layers=layers, compiled=compiled)
+
+
+def _check(names: tuple[str, ...], known: Any, what: str) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"unknown {what} {name!r}{suggest(name, tuple(known))}")
 
 
 def _table(found: dict[str, Any]) -> str:
@@ -79,6 +122,8 @@ def _table(found: dict[str, Any]) -> str:
     lines = [head]
     for row in found["rows"]:
         share = None if row["bound"] is None else row["bound"] / row["value"]
+        if share is not None and row["unit"] == "tok/s":
+            share = 1 / share
         cells = [row["name"], row["arm"], number(row["value"]), row["unit"], number(row["bound"]), number(share)]
         lines.append([*cells, number(row["ratio_to_bf16"]), row["detail"]])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]

@@ -47,6 +47,7 @@ class Bench:
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     _bandwidth: float | None = None
+    _launch: float | None = None
 
     @property
     def bandwidth(self) -> float:
@@ -58,6 +59,15 @@ class Bench:
             # A kernel, because the memcpy node that a graph makes of copy_ is slower: 2.7 instead of 4.29 TB/s (H200).
             self._bandwidth = 2 * size / self.time([lambda: torch.add(source, 1, out=target)])
         return self._bandwidth
+
+    @property
+    def launch(self) -> float:
+        """Seconds of a kernel that does almost nothing but wait for the one before it."""
+        if self._launch is None:
+            x = torch.zeros(1, device=self.device)
+            count = 256 if self.device.type == "cuda" else 16
+            self._launch = self.time([lambda: x.add_(1.0)] * count)
+        return self._launch
 
     def time(self, works: Sequence[Work]) -> float:
         """Median seconds of one of ``works``, which do the same on different buffers."""

@@ -1,20 +1,34 @@
 """Benchmarks of the embedded engine: the decode step, what capture adds to it, and prefill.
 
-The model has the shape of Qwen3-30B-A3B (or a smaller one) with random weights and fewer layers; embedding and head are
-whole, so a step costs ``layers`` times a layer plus the head, and the bound is made of the same bytes. A decode step is
-timed as one CUDA graph over sequences of a fixed length: their pages hold whatever the pool was filled with, which
-changes no instruction. The four precision combinations are four specs, each in an engine of its own, in one run.
+The model has the shape of a large one (:mod:`tracefp4.evaluation.bench_shapes`) with random weights and fewer layers.
+A decode step is timed as one CUDA graph over sequences of a fixed length: their pages hold whatever the pool was filled
+with, which changes no instruction. The precision combinations are specs, each in an engine of its own, in one run.
+
+Two ratios must not be confused. At a *fixed batch* both arms serve the same sequences, and FP4 can gain no more than
+the bytes a value. *Memory-limited*, each arm serves as many sequences as a budget of bytes holds beside its weights,
+and FP4 gains twice: smaller weights leave more room, and a token of K and V takes less of it. The budget is that of the
+whole model; the slice serves the batch that the whole model could, with a smaller pool.
+
+Head and sampler weigh more in a slice than in the whole model. They are timed on their own, and rows called *whole* say
+what ``L`` layers would take if each took what a layer of the slice does::
+
+    whole = tail + (slice - tail) L / layers of the slice
 """
 
 from __future__ import annotations
 
+import gc
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from statistics import median
 
 import torch
 
 from tracefp4.core import Request, SamplingParams
-from tracefp4.evaluation.bench import Bench, Row, failures, need_cuda
+from tracefp4.evaluation.bench import Bench, Row, failures
+from tracefp4.evaluation.bench_peer import PEER, peer_step
+from tracefp4.evaluation.bench_shapes import SHAPES, Shape, Sizes, random_model, sizes
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
@@ -24,121 +38,211 @@ from tracefp4.rollout.request import Sequence
 
 SPECS = ("bf16", "nvfp4-w4a4", "nvfp4-kv4", "nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4")
 """Precision combinations of a decode step."""
+ARMS = (*SPECS, PEER)
+"""Everything that a decode step is measured for; the peer compiles for long and has to be asked for."""
+GIB = float(1 << 30)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """A mixture-of-experts model; the defaults are Qwen3-30B-A3B's with 8 of its 48 layers."""
+class Slice:
+    """What is measured: some layers of a shape, at a length of context."""
 
-    layers: int = 8
-    hidden: int = 2048
-    heads: int = 32
-    kv_heads: int = 4
-    head_dim: int = 128
-    experts: int = 128
-    top_k: int = 8
-    inter: int = 768
-    vocabulary: int = 151936
+    name: str
+    layers: int
+    context: int
+    compiled: bool = False
+    """Decoder layers and sampler compiled for decode steps."""
+
+    @property
+    def shape(self) -> Shape:
+        """The whole model's shape."""
+        return SHAPES[self.name]
+
+    @property
+    def label(self) -> str:
+        """Shape and layers."""
+        return f"{self.name} {self.layers}/{self.shape.layers} layers" + self.suffix
+
+    @property
+    def whole(self) -> str:
+        """The whole model, estimated from the slice."""
+        return f"{self.name} whole" + self.suffix
+
+    @property
+    def suffix(self) -> str:
+        """Compiled or not."""
+        return " compiled" if self.compiled else ""
+
+    @property
+    def length(self) -> str:
+        """Context in words."""
+        return f"{self.context // 1024}K" if self.context >= 1024 else str(self.context)
 
 
-def random_model(shape: Shape, device: torch.device) -> Any:
-    """A Qwen3-MoE model with random weights, made on ``device``."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.top_k,
-        moe_intermediate_size=shape.inter,
-        intermediate_size=shape.inter,
-        max_position_embeddings=65536,
-        tie_word_embeddings=False,
-        norm_topk_prob=True,
-    )
-    config.head_dim = shape.head_dim
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = Qwen3MoeForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.02)
-    return model.eval()
+def slice_of(name: str, layers: int | None, context: int, compiled: bool = False) -> Slice:
+    """The slice of shape ``name``; ``layers`` ``None`` for its own number."""
+    return Slice(name, layers or SHAPES[name].slice, context, compiled)
 
 
 def bench_decode(
-    bench: Bench, batches: tuple[int, ...] = (1, 16, 64), context: int = 8192, shape: Shape | None = None
+    bench: Bench,
+    part: Slice,
+    batches: tuple[int, ...] = (1, 16, 64),
+    budget: float | None = None,
+    arms: tuple[str, ...] = SPECS,
 ) -> None:
-    """One decode step at fixed batch, for each precision combination."""
-    need_cuda(bench, "decode")
-    for spec in SPECS:
-        _steps(bench, spec, None, batches, context, shape or Shape())
+    """One decode step at fixed batch and at the batch that a budget holds, for each precision combination and peer.
+
+    Args:
+        bench: where rows go.
+        part: what is measured.
+        batches: the fixed ones.
+        budget: GiB of the whole model's memory-limited rows; ``None`` for the shape's own, 0 for no such rows.
+        arms: specs, and :data:`PEER`.
+    """
+    budget = part.shape.budget if budget is None else budget
+    for arm in arms:
+        if arm == PEER:
+            for batch in batches:
+                _peer(bench, part, batch)
+        else:
+            _steps(bench, part, arm, None, batches, budget)
 
 
-def bench_capture(bench: Bench, batch: int = 64, context: int = 8192, shape: Shape | None = None) -> None:
+def bench_capture(bench: Bench, part: Slice, batch: int = 64) -> None:
     """The same step with guidance recorded under several plans."""
-    need_cuda(bench, "capture")
-    for plan in (None, "r1-l4", "r1-all", "r4-all+mid"):
-        _steps(bench, "nvfp4-w4a4-kv4", plan, (batch,), context, shape or Shape())
+    for plan in (None, f"r1-l{max(part.layers // 2, 1)}", "r1-all", "r4-all+mid"):
+        _steps(bench, part, "nvfp4-w4a4-kv4", plan, (batch,), 0.0)
 
 
-def _steps(
-    bench: Bench, spec: str, plan: str | None, batches: tuple[int, ...], context: int, shape: Shape
-) -> None:  # fmt: skip
-    arm = "bf16" if spec == "bf16" else f"fp4 {spec}" + ("" if plan is None else f" {plan}")
-    try:
-        engine = _engine(spec, plan, max(batches), context, shape, bench.device)
-    except failures() as error:
-        bench.fail("decode engine", arm, error)
-        return
-    for batch in batches:
-        name = f"decode {shape.layers} layers B{batch} {context // 1024}K"
-        try:
-            seconds = _step_seconds(engine, batch, context, bench.repeats)
-        except failures() as error:
-            bench.fail(name, arm, error)
-            continue
-        bound = 1e6 * step_bytes(shape, spec, batch, context) / bench.bandwidth
-        bench.rows.append(
-            Row(name, arm, 1e6 * seconds, "us", bound, detail=f"{batch / seconds:.0f} tok/s of these layers")
-        )
-    del engine
-    torch.cuda.empty_cache()
+def arm_of(spec: str, plan: str | None = None) -> str:
+    """Name of an arm in the table."""
+    return "bf16" if spec == "bf16" else f"fp4 {spec}" + ("" if plan is None else f" {plan}")
 
 
-def _engine(
-    spec: str, plan: str | None, batch: int, context: int, shape: Shape, device: torch.device
-) -> EmbeddedEngine:  # fmt: skip
-    model = random_model(shape, device)
+def make_engine(
+    part: Slice, spec: str, plan: str | None, device: torch.device, tokens: int, batch: int, chunk: int = 4096
+) -> EmbeddedEngine:
+    """An engine with a random model, a pool for ``tokens`` tokens and room for ``batch`` sequences."""
     return EmbeddedEngine(
-        model, None, get_spec(spec), None if plan is None else Plan.parse(plan), MemoryStore(),
-        max_tokens=batch * context, max_batch=batch, prefill_chunk=4096,
+        random_model(part.shape.config(part.layers), device), None, get_spec(spec),
+        None if plan is None else Plan.parse(plan), MemoryStore(),
+        max_tokens=-(-tokens // 16) * 16, max_batch=batch, prefill_chunk=chunk,
+        compile_decode=part.compiled,
     )  # fmt: skip
 
 
-@torch.no_grad()
-def _step_seconds(engine: EmbeddedEngine, batch: int, context: int, repeats: int) -> float:
-    """Median seconds of a replayed decode step of ``batch`` sequences of ``context`` tokens."""
-    runner = engine._runner
-    size = engine.pages.page_size
-    width = context // size
+def release() -> None:
+    """Free the memory of engines that are gone: their parts refer to each other."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _steps(
+    bench: Bench, part: Slice, spec: str, plan: str | None, batches: tuple[int, ...], budget: float
+) -> None:  # fmt: skip
+    arm, chosen = arm_of(spec, plan), get_spec(spec)
+    own, whole = sizes(part.name, part.layers, chosen), sizes(part.name, part.shape.layers, chosen)
+    limited = whole.fits(budget * GIB, part.context) if budget else 0
+    most = max(*batches, limited)
+    try:
+        engine = make_engine(part, spec, plan, bench.device, most * part.context, most)
+        _warm(engine)
+        if plan is None:
+            _memory_rows(bench, part, arm, engine, own)
+    except failures() as error:
+        bench.fail(f"decode engine {part.label}", arm, error)
+        release()
+        return
+    for batch in batches:
+        _fixed(bench, part, arm, engine, own, whole, batch)
+    if limited:
+        _limited(bench, part, arm, engine, own, whole, limited, budget)
+    elif budget:
+        bench.failures.append(f"decode {part.label} memory-limited, {arm}: {budget} GiB do not hold one sequence")
+    del engine
+    release()
+
+
+def _fixed(
+    bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes, whole: Sizes, batch: int
+) -> None:  # fmt: skip
+    name = f"B{batch} {part.length}"
+    try:
+        seconds, estimate = _both(bench, part, engine, batch)
+    except failures() as error:
+        bench.fail(f"decode {part.label} {name}", arm, error)
+        return
+    for label, value, bytes_ in ((part.label, seconds, own), (part.whole, estimate, whole)):
+        bound = 1e6 * bytes_.step(batch, part.context) / bench.bandwidth
+        detail = f"{batch / value:.0f} tok/s" + ("" if bytes_ is own else f", from {part.layers} layers")
+        bench.rows.append(Row(f"decode {label} {name}", arm, 1e6 * value, "us", bound, detail=detail))
+
+
+def _limited(
+    bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes, whole: Sizes, batch: int, budget: float
+) -> None:  # fmt: skip
+    name = f"memory-limited {part.length}"
+    try:
+        seconds, estimate = _both(bench, part, engine, batch)
+    except failures() as error:
+        bench.fail(f"decode {part.label} {name}", arm, error)
+        return
+    for label, value, bytes_ in ((part.label, seconds, own), (part.whole, estimate, whole)):
+        bound = batch * bench.bandwidth / bytes_.step(batch, part.context)
+        detail = f"B{batch} in {budget:g} GiB, {whole.weights / GIB:.1f} of them weights"
+        bench.rows.append(Row(f"decode {label} {name}", arm, batch / value, "tok/s", bound, detail=detail))
+
+
+def _memory_rows(bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes) -> None:
+    """What the engine really keeps, beside what it has to."""
+    bench.rows.append(
+        Row(f"weights {part.label}", arm, engine.weight_bytes / GIB, "GiB", own.weights / GIB, detail="as kept")
+    )
+    bench.rows.append(Row(f"KV a token {part.label}", arm, float(engine.token_bytes), "B", own.token))
+
+
+def _both(bench: Bench, part: Slice, engine: EmbeddedEngine, batch: int) -> tuple[float, float]:
+    """Seconds of a step of the slice, and what the whole model would take."""
+    seconds = step_seconds(engine, batch, part.context, bench.repeats)
+    tail = _tail_seconds(bench, engine, batch)
+    return seconds, tail + max(seconds - tail, 0.0) * part.shape.layers / part.layers
+
+
+def _warm(engine: EmbeddedEngine) -> None:
+    """Compile what a prefill and a step need; the first prefill also tells the shapes of linear-attention states."""
+    engine.generate([Request("warm", tuple(range(1, 9)), 1, SamplingParams(max_new_tokens=2, seed=0))])
+
+
+def prompt_of(name: str, length: int, seed: int, sampling: SamplingParams, samples: int = 1) -> Request:
+    """A request with a prompt of ``length`` tokens, different for each seed; ids that every shape's vocabulary has."""
+    return Request(name, tuple((17 * j + 5 * seed) % 101 for j in range(length)), samples, sampling)
+
+
+def decode_rows(engine: EmbeddedEngine, batch: int, context: int) -> list[DecodeRow]:
+    """Rows of ``batch`` sequences of ``context`` tokens, each with pages and a state row of its own."""
+    width = engine.pages.pages_for(context)
     sampling = SamplingParams(max_new_tokens=1, seed=0)
     rows = []
     for i in range(batch):
         sequence = Sequence(Request(str(i), (1,), 1, sampling), 0, i, i, False)
         sequence.ticket = 1
-        pages = list(range(i * width, (i + 1) * width))
-        rows.append(DecodeRow(17 + i, context - 1, pages, sequence))
+        sequence.state_row = i if engine.states.needed else None
+        rows.append(DecodeRow(17 + i % 64, context - 1, list(range(i * width, (i + 1) * width)), sequence))
+    return rows
+
+
+@torch.no_grad()
+def step_seconds(engine: EmbeddedEngine, batch: int, context: int, repeats: int) -> float:
+    """Median seconds of a decode step of ``batch`` sequences of ``context`` tokens: a replayed graph, or on a CPU."""
+    runner, rows = engine._runner, decode_rows(engine, batch, context)
+    width = engine.pages.pages_for(context)
     if runner.graphs is None:
-        raise RuntimeError("the engine has no CUDA graphs")
+        if engine.device.type == "cuda":
+            raise RuntimeError("the engine has no CUDA graphs")
+        inputs = runner.inputs.fill(rows, batch, width)
+        return median(host_seconds(lambda: runner.decode_step(inputs, False), min(repeats, 3)))
     runner.graphs.run(rows, width, False)
     graph = runner.graphs.captured(len(rows), width, False)
     samples = []
@@ -149,49 +253,54 @@ def _step_seconds(engine: EmbeddedEngine, batch: int, context: int, repeats: int
         stop.record()
         torch.cuda.synchronize()
         samples.append(start.elapsed_time(stop) / 1e3)
-    return sorted(samples)[len(samples) // 2]
+    return median(samples)
 
 
-def step_bytes(shape: Shape, spec: str, batch: int, context: int) -> float:
-    """Bytes that a decode step has to read: weights once, of the experts that uniform routing hits, and all of K and V.
-
-    Experts hit: ``E (1 - (1 - k / E)^B)``.
-    """
-    weights, kv = get_spec(spec).weights, get_spec(spec).kv
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    dense = 2 * (shape.layers * (attention + shape.hidden * shape.experts) + shape.vocabulary * shape.hidden)
-    hit = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** batch)
-    per_weight = 2.0 if weights is None else 0.5 + 1 / weights.block
-    per_kv = 2.0 if kv is None else 0.5 + 1 / kv.block
-    experts = shape.layers * hit * 3 * shape.hidden * shape.inter * per_weight
-    cache = batch * context * shape.layers * 2 * shape.kv_heads * shape.head_dim * per_kv
-    return dense + experts + cache
+@torch.no_grad()
+def _tail_seconds(bench: Bench, engine: EmbeddedEngine, batch: int) -> float:
+    """Seconds of head and sampler, which a step has once however many layers it has."""
+    runner = engine._runner
+    draw = runner.inputs.fill(decode_rows(engine, batch, 1), batch, 1).draw()
+    weight = engine.model.get_input_embeddings().weight  # type: ignore[operator]
+    hidden = torch.randn(batch, engine.layout.hidden, device=engine.device).to(weight.dtype)
+    return bench.time([lambda: runner._sample(runner.head(hidden), draw, False)])
 
 
-def bench_prefill(bench: Bench, prompts: int = 4, length: int = 4096, shape: Shape | None = None) -> None:
+def _peer(bench: Bench, part: Slice, batch: int) -> None:
+    name = f"decode {part.label} B{batch} {part.length}"
+    try:
+        seconds = peer_step(part.shape.config(part.layers), bench.device, batch, part.context)
+        bound = 1e6 * sizes(part.name, part.layers, get_spec("bf16")).step(batch, part.context) / bench.bandwidth
+        detail = f"{batch / seconds:.0f} tok/s, generate with a static cache"
+        bench.rows.append(Row(name, PEER, 1e6 * seconds, "us", bound, detail=detail))
+    except failures() as error:
+        bench.fail(name, PEER, error)
+    release()
+
+
+def bench_prefill(bench: Bench, part: Slice, prompts: int = 4) -> None:
     """Prompt tokens a second, from the request to its first token, on the host's clock."""
-    import time
-
-    need_cuda(bench, "prefill")
-    shape = shape or Shape()
+    length = part.context
     for spec in ("bf16", "nvfp4-w4a4-kv4"):
-        arm = "bf16" if spec == "bf16" else f"fp4 {spec}"
-        name = f"prefill {shape.layers} layers {prompts}x{length}"
+        arm, name = arm_of(spec), f"prefill {part.label} {prompts}x{length}"
         try:
-            engine = _engine(spec, None, 2 * prompts, length, shape, bench.device)
-            samples = []
-            for turn in range(4):
-                requests = [
-                    Request(f"{turn}.{i}", tuple((17 * j + i + turn) % 1000 for j in range(length)), 1,
-                            SamplingParams(max_new_tokens=1, seed=0)) for i in range(prompts)
-                ]  # fmt: skip
-                start = time.perf_counter()
-                engine.generate(requests)
-                torch.cuda.synchronize()
-                samples.append(time.perf_counter() - start)
-            seconds = sorted(samples[1:])[1]
+            engine = make_engine(part, spec, None, bench.device, 2 * prompts * length, 2 * prompts)
+            requests = [prompt_of(f"{i}", length, i, SamplingParams(max_new_tokens=1, seed=0)) for i in range(prompts)]
+            seconds = median(host_seconds(lambda e=engine, r=requests: e.generate(r), 3))
             bench.rows.append(Row(name, arm, prompts * length / seconds, "tok/s", detail="median of 3, first left out"))
             del engine
         except failures() as error:
             bench.fail(name, arm, error)
-        torch.cuda.empty_cache()
+        release()
+
+
+def host_seconds(work: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of ``repeats`` runs on the host's clock, after one that does not count."""
+    samples = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        samples.append(time.perf_counter() - start)
+    return samples[1:]

@@ -1,0 +1,115 @@
+"""A whole rollout of a small model: from requests to finished sequences, on the host's clock.
+
+The case is SmolLM2-MoE with 512 sequences of 256 new tokens, 64 prompts with 8 samples each. Nothing can be faster
+than its decode steps, and a step has two limits:
+
+- *bytes*: weights once (with 512 tokens every expert is hit), and K and V of all tokens so far, on average the prompt
+  and half of the response;
+- *launches*: kernels that depend on one another. A layer needs at least 14 of them: norm; Q, K and V; RoPE and store;
+  attention; sum of its splits; output; norm with residual; router; choice of experts; places and tiles of pairs; gate
+  and up; SiLU with rounding; down; weighted sum. Five more stand around the layers: embedding, last norm, head, noise
+  with argmax, log-probability. A dependent kernel that does nothing takes ``launch`` seconds in a CUDA graph, which is
+  measured in the same run.
+
+The bound of a run is ``steps x max(bytes / bandwidth, kernels x launch)``; prefill, sampling of first tokens and the
+host's work count as zero in it. Model and prompts are random, no token ends a sequence.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from tracefp4.core import SamplingParams
+from tracefp4.evaluation.bench import Bench, Row, failures
+from tracefp4.evaluation.bench_engine import (
+    Slice,
+    arm_of,
+    decode_rows,
+    make_engine,
+    prompt_of,
+    release,
+    slice_of,
+)
+from tracefp4.evaluation.bench_shapes import sizes
+from tracefp4.formats.spec import get_spec
+from tracefp4.rollout.embedded import EmbeddedEngine
+
+LAYER_KERNELS, STEP_KERNELS = 14, 5
+"""Dependent kernels of a layer, and around the layers."""
+ARMS = (("bf16", None), ("nvfp4-w4a4-kv4", None), ("nvfp4-w4a4-kv4", "r1-all+mid/s3"))
+
+
+def bench_rollout(
+    bench: Bench,
+    name: str = "smollm2-moe",
+    prompts: int = 64,
+    samples: int = 8,
+    new_tokens: int = 256,
+    prompt_length: int = 64,
+    layers: int | None = None,
+    compiled: bool = False,
+) -> None:
+    """Tokens a second of a whole rollout, for BF16, FP4, and FP4 with guidance recorded."""
+    part = slice_of(name, layers, prompt_length + new_tokens, compiled)
+    for spec, plan in ARMS:
+        arm, case = arm_of(spec, plan), f"rollout {name} {prompts * samples}x{new_tokens}{part.suffix}"
+        try:
+            seconds = _seconds(bench, part, spec, plan, prompts, samples, new_tokens)
+        except failures() as error:
+            bench.fail(case, arm, error)
+            release()
+            continue
+        release()
+        tokens = prompts * samples * new_tokens
+        moved, launched = step_bounds(bench, part, spec, prompts * samples, new_tokens)
+        steps = new_tokens - 1
+        detail = f"bound of a step: bytes {1e6 * moved:.0f} us, launches {1e6 * launched:.0f} us"
+        bench.rows.append(
+            Row(case, arm, tokens / seconds, "tok/s", tokens / (steps * max(moved, launched)), detail=detail)
+        )
+
+
+def step_bounds(bench: Bench, part: Slice, spec: str, batch: int, new_tokens: int) -> tuple[float, float]:
+    """Seconds that an average decode step needs for its bytes, and for its launches."""
+    context = part.context - new_tokens // 2
+    moved = sizes(part.name, part.layers, get_spec(spec)).step(batch, context) / bench.bandwidth
+    return moved, (part.layers * LAYER_KERNELS + STEP_KERNELS) * bench.launch
+
+
+def _seconds(
+    bench: Bench, part: Slice, spec: str, plan: str | None, prompts: int, samples: int, new_tokens: int
+) -> float:  # fmt: skip
+    batch, size = prompts * samples, 16
+    pages = -(-part.context // size) + 1
+    engine = make_engine(part, spec, plan, bench.device, batch * pages * size, batch)
+    length = part.context - new_tokens
+    short = SamplingParams(max_new_tokens=2, seed=0)
+    engine.generate([prompt_of(f"warm {i}", length, i, short, samples) for i in range(prompts)])
+    _capture(engine, batch, length, part.context)
+    sampling = SamplingParams(max_new_tokens=new_tokens, seed=1)
+    requests = [prompt_of(str(i), length, i, sampling, samples) for i in range(prompts)]
+    start = time.perf_counter()
+    rollouts = engine.generate(requests)
+    if bench.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    short_ones = sum(len(rollout.response_ids) < new_tokens for rollout in rollouts)
+    if short_ones:
+        raise RuntimeError(f"{short_ones} of {len(rollouts)} sequences ended before {new_tokens} tokens")
+    return seconds
+
+
+@torch.no_grad()
+def _capture(engine: EmbeddedEngine, batch: int, first: int, last: int) -> None:
+    """Capture the graphs of all lengths that the run will meet, so that it does not wait for them."""
+    runner = engine._runner
+    if runner.graphs is None:
+        return
+    width = runner.table_width(first)
+    while True:
+        runner.graphs.run(decode_rows(engine, batch, first), width, False)
+        if width >= engine.pages.pages_for(last):
+            return
+        width *= 2

@@ -1,0 +1,147 @@
+"""Benchmarks of the engine on small shapes and a CPU: every row is there, and bytes are counted right."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tracefp4.cli.main import app
+from tracefp4.core import Request, SamplingParams
+from tracefp4.evaluation import bench_engine, bench_rollout
+from tracefp4.evaluation.bench import Bench
+from tracefp4.evaluation.bench_shapes import SHAPES, Sizes, random_model, sizes
+from tracefp4.formats.spec import get_spec
+from tracefp4.rollout.embedded import EmbeddedEngine
+
+CPU = torch.device("cpu")
+GIB = 1 << 30
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.setattr(Bench, "bandwidth", 1e9)
+    monkeypatch.setattr(Bench, "launch", 1e-6)
+    return Bench(CPU, repeats=1)
+
+
+def test_sizes_of_the_30b_shape_are_those_of_the_model():
+    bf16, fp4 = (sizes("30b", 48, get_spec(spec)) for spec in ("bf16", "nvfp4-w4a4-kv4"))
+    assert bf16.weights == pytest.approx(2 * 30.53e9, rel=1e-3)
+    assert bf16.token == 96 * 1024 and fp4.token == 27 * 1024 and bf16.state == 0
+    assert fp4.experts == bf16.experts * 4.5 / 16 and fp4.dense == bf16.dense
+    # 120 GiB hold 84 sequences of 8K beside bfloat16 weights.
+    assert (bf16.fits(120 * GIB, 8192), fp4.fits(120 * GIB, 8192)) == (84, 483)
+    assert bf16.fits(20 * GIB, 8192) == 0
+
+
+def test_sizes_of_the_35b_shape_have_its_states():
+    whole = sizes("35b", 40, get_spec("bf16"))
+    assert whole.weights == pytest.approx(2 * 34.66e9, rel=5e-3)
+    assert whole.token == 20 * 1024
+    assert whole.state == pytest.approx(60 * (1 << 20), rel=0.05)
+    part = sizes("35b", 8, get_spec("bf16"))
+    assert part.token == whole.token / 5 and part.state == whole.state / 5
+
+
+def test_a_step_reads_hit_experts_once_and_all_of_the_context():
+    one = Sizes(dense=100, embedding=7, experts=800, num_experts=8, top_k=2, token=3, state=5)
+    assert one.step(1, 10) == 100 + 800 * 2 / 8 + 30 + 10
+    assert one.step(2, 10) == 100 + 800 * (1 - 0.75**2) + 2 * 40
+    assert one.fits(907 + 3 * 35 + 34, 10) == 3
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
+def test_the_engine_computes_what_transformers_does(name):
+    """The models of the benchmark, unquantized: the engine against the untouched model over the whole sequence."""
+    config, plain = SHAPES[name].config(4), SHAPES[name].config(4)
+    models = []
+    for one in (config, plain):
+        torch.manual_seed(3)
+        models.append(random_model(one, CPU, torch.float32))
+        for parameter in models[-1].parameters():
+            parameter.data.mul_(4.0 if parameter.ndim > 1 else 1.0)
+    engine = EmbeddedEngine(models[0], None, get_spec("bf16"), max_tokens=512, max_batch=4, prefill_chunk=16)
+    requests = [
+        Request(str(i), tuple(range(3 + i, 24 + i)), 2, SamplingParams(max_new_tokens=6, seed=i)) for i in (0, 1)
+    ]
+    for rollout in engine.generate(requests):
+        with torch.no_grad():
+            logits = models[1](input_ids=torch.tensor([rollout.tokens[:-1]]), use_cache=False).logits[0]
+        table = torch.log_softmax(logits, -1)[len(rollout.prompt_ids) - 1 :]
+        expected = table.gather(1, torch.tensor(rollout.response_ids).unsqueeze(1)).squeeze(1)
+        torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
+def test_decode_rows(bench, name):
+    part = bench_engine.slice_of(name, None, 64)
+    bench_engine.bench_decode(bench, part, (1, 2), arms=("bf16", "nvfp4-w4a4-kv4"))
+    found = bench.to_dict()
+    assert not found["failures"]
+    rows = {(row["name"], row["arm"]): row for row in found["rows"]}
+    label, fp4 = part.label, "fp4 nvfp4-w4a4-kv4"
+    for batch in (1, 2):
+        for case in (label, f"{name} whole"):
+            row = rows[f"decode {case} B{batch} 64", fp4]
+            assert row["value"] > 0 and row["bound"] > 0 and row["ratio_to_bf16"] > 0
+    whole = sizes(part.name, part.shape.layers, get_spec("bf16"))
+    limited = rows[f"decode {name} whole memory-limited 64", "bf16"]
+    batch = whole.fits(part.shape.budget * GIB, 64)
+    assert limited["detail"].startswith(f"B{batch} in") and limited["unit"] == "tok/s"
+    assert limited["bound"] == pytest.approx(batch * 1e9 / whole.step(batch, 64))
+    assert rows[f"KV a token {label}", fp4]["value"] == sizes(part.name, part.layers, get_spec("nvfp4-kv4")).token
+    assert rows[f"weights {label}", "bf16"]["value"] == pytest.approx(
+        rows[f"weights {label}", "bf16"]["bound"], rel=0.05
+    )
+
+
+def test_a_budget_that_holds_nothing_is_said(bench):
+    part = bench_engine.slice_of("tiny", 1, 64)
+    bench_engine.bench_decode(bench, part, (1,), 1e-6, ("bf16",))
+    assert "do not hold one sequence" in bench.to_dict()["failures"][0]
+
+
+def test_the_peer_generates_on_the_same_slice(bench, monkeypatch):
+    monkeypatch.setattr("tracefp4.evaluation.bench_peer._MANY", 8)
+    part = bench_engine.slice_of("tiny", 1, 64)
+    bench_engine.bench_decode(bench, part, (2,), 0, ("bf16", "transformers"))
+    found = bench.to_dict()
+    row = next(row for row in found["rows"] if row["arm"] == "transformers")
+    assert not found["failures"] and row["name"] == f"decode {part.label} B2 64" and row["ratio_to_bf16"] is not None
+
+
+def test_rollout_rows_and_their_bound(bench):
+    bench_rollout.bench_rollout(bench, "tiny", prompts=2, samples=2, new_tokens=8, prompt_length=8, layers=1)
+    found = bench.to_dict()
+    assert not found["failures"] and [row["arm"] for row in found["rows"]] == [
+        "bf16",
+        "fp4 nvfp4-w4a4-kv4",
+        "fp4 nvfp4-w4a4-kv4 r1-all+mid/s3",
+    ]
+    part = bench_engine.slice_of("tiny", 1, 16)
+    moved, launched = bench_rollout.step_bounds(bench, part, "bf16", 4, 8)
+    assert launched == pytest.approx(19e-6)
+    assert found["rows"][0]["bound"] == pytest.approx(4 * 8 / (7 * max(moved, launched)))
+
+
+def test_capture_and_prefill_rows(bench):
+    part = bench_engine.slice_of("tiny", 2, 32)
+    bench_engine.bench_capture(bench, part, 2)
+    bench_engine.bench_prefill(bench, part, 2)
+    assert not bench.failures and len(bench.rows) > 6
+
+
+def test_the_command_runs_a_tiny_shape_and_refuses_large_ones_without_a_gpu(tmp_path):
+    run = CliRunner()
+    arguments = ["bench", "decode", "--device", "cpu", "--shape", "tiny", "--context", "32", "--batch", "1"]
+    arguments += ["--arm", "bf16", "--layers", "1", "--repeats", "1", "--budget", "0", "--json"]
+    result = run.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    names = {row["name"] for row in json.loads(result.stdout)["rows"]}
+    assert {"decode tiny 1/4 layers B1 32", "weights tiny 1/4 layers"} <= names
+    for wrong, message in (("30b", "needs a CUDA device"), ("35", "did you mean '35b'")):
+        result = run.invoke(app, ["bench", "decode", "--device", "cpu", "--shape", wrong])
+        assert result.exit_code != 0 and message in str(result.exception or result.output)
