@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -122,6 +124,24 @@ def test_an_error_half_way_is_no_success(make_bench):
         bench.engine.sync(Breaks(weights("qwen3_moe", 9)), 1)
     with pytest.raises(SyncError, match="sync again"):
         _ = bench.engine.weight_version
+
+
+def test_a_sync_holds_one_weight_after_the_other(make_bench):
+    """A mapping that reads tensors when they are asked for: no more than the last one and the next live at once."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+
+    class Lazy(dict):
+        def __getitem__(self, name):
+            tensor = super().__getitem__(name).clone()
+            made.append(weakref.ref(tensor))
+            alive.append(sum(ref() is not None for ref in made))
+            return tensor
+
+    bench = make_bench(dtype=torch.bfloat16)
+    bench.engine.sync(Lazy(weights("qwen3_moe", 9)), 1)
+    assert len(made) == 25 and max(alive) <= 2
+    assert bench.engine.digest() == make_bench(dtype=torch.bfloat16, model_options={"seed": 9}).engine.digest()
 
 
 def test_requests_in_flight_forbid_a_sync(make_bench, make_request):
