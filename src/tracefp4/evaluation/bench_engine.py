@@ -41,6 +41,8 @@ SPECS = ("bf16", "nvfp4-w4a4", "nvfp4-kv4", "nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4")
 ARMS = (*SPECS, PEER)
 """Everything that a decode step is measured for; the peer compiles for long and has to be asked for."""
 GIB = float(1 << 30)
+PAGE = 16
+"""Tokens of a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +129,14 @@ def make_engine(
     return EmbeddedEngine(
         random_model(part.shape.config(part.layers), device), None, get_spec(spec),
         None if plan is None else Plan.parse(plan), MemoryStore(),
-        max_tokens=-(-tokens // 16) * 16, max_batch=batch, prefill_chunk=chunk,
+        max_tokens=paged(tokens), page_size=PAGE, max_batch=batch, prefill_chunk=chunk,
         compile_decode=part.compiled,
     )  # fmt: skip
+
+
+def paged(tokens: int) -> int:
+    """Slots of the pages that hold ``tokens`` tokens."""
+    return -(-tokens // PAGE) * PAGE
 
 
 def release() -> None:
@@ -147,7 +154,7 @@ def _steps(
     limited = whole.fits(budget * GIB, part.context) if budget else 0
     most = max(*batches, limited)
     try:
-        engine = make_engine(part, spec, plan, bench.device, most * part.context, most)
+        engine = make_engine(part, spec, plan, bench.device, most * paged(part.context), most)
         _warm(engine)
         if plan is None:
             _memory_rows(bench, part, arm, engine, own)
@@ -235,8 +242,12 @@ def decode_rows(engine: EmbeddedEngine, batch: int, context: int) -> list[Decode
 
 @torch.no_grad()
 def step_seconds(engine: EmbeddedEngine, batch: int, context: int, repeats: int) -> float:
-    """Median seconds of a decode step of ``batch`` sequences of ``context`` tokens: a replayed graph, or on a CPU."""
+    """Median seconds of a decode step of ``batch`` sequences of ``context`` tokens: a replayed graph, or on a CPU.
+
+    Attention is cut as in an engine that was built for this batch, whatever room this one has.
+    """
     runner, rows = engine._runner, decode_rows(engine, batch, context)
+    runner.sites.max_batch = batch
     width = engine.pages.pages_for(context)
     if runner.graphs is None:
         if engine.device.type == "cuda":
@@ -273,7 +284,7 @@ def _peer(bench: Bench, part: Slice, batch: int) -> None:
         bound = 1e6 * sizes(part.name, part.layers, get_spec("bf16")).step(batch, part.context) / bench.bandwidth
         detail = f"{batch / seconds:.0f} tok/s, generate with a static cache"
         bench.rows.append(Row(name, PEER, 1e6 * seconds, "us", bound, detail=detail))
-    except failures() as error:
+    except (*failures(), AttributeError) as error:  # other versions of transformers may lack what is set there
         bench.fail(name, PEER, error)
     release()
 

@@ -24,10 +24,12 @@ import torch
 from tracefp4.core import SamplingParams
 from tracefp4.evaluation.bench import Bench, Row, failures
 from tracefp4.evaluation.bench_engine import (
+    PAGE,
     Slice,
     arm_of,
     decode_rows,
     make_engine,
+    paged,
     prompt_of,
     release,
     slice_of,
@@ -81,9 +83,8 @@ def step_bounds(bench: Bench, part: Slice, spec: str, batch: int, new_tokens: in
 def _seconds(
     bench: Bench, part: Slice, spec: str, plan: str | None, prompts: int, samples: int, new_tokens: int
 ) -> float:  # fmt: skip
-    batch, size = prompts * samples, 16
-    pages = -(-part.context // size) + 1
-    engine = make_engine(part, spec, plan, bench.device, batch * pages * size, batch)
+    batch = prompts * samples
+    engine = make_engine(part, spec, plan, bench.device, batch * (paged(part.context) + PAGE), batch)
     length = part.context - new_tokens
     short = SamplingParams(max_new_tokens=2, seed=0)
     engine.generate([prompt_of(f"warm {i}", length, i, short, samples) for i in range(prompts)])
