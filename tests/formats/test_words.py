@@ -38,6 +38,26 @@ def test_scales_are_recoded_one_to_one():
     assert pattern[0].isfinite() and pattern[127].isnan()
 
 
+def test_lifted_scales_need_one_multiplication():
+    data = torch.tensor([0, 3, 90, 120, 121, 80], dtype=torch.uint8)
+    used = torch.tensor([False, False, True, True, True, True])
+    lifted, factor, exact = words.lift(data, used)
+    assert exact
+    pattern = (lifted.to(torch.int32) << 7).to(torch.int16).view(torch.bfloat16)
+    assert pattern.isfinite().all()
+    raw = (torch.arange(8) << 6).to(torch.int16).view(torch.bfloat16)  # codes 0..7 times 2^-126
+    product = (raw[:, None] * pattern[None, used]).double() * factor.double()
+    codes = e2m1.decode(torch.arange(8, dtype=torch.uint8)).double()
+    assert torch.equal(product, codes[:, None] * 2.0 ** (data[used].double() - 127))
+
+
+@pytest.mark.parametrize("data", [[255, 100], [230, 90]])
+def test_scales_that_cannot_be_lifted(data):
+    data = torch.tensor(data, dtype=torch.uint8)
+    assert not words.lift(data, torch.tensor([True, True]))[2]
+    assert words.lift(data, torch.tensor([False, True]))[2]  # a block of zeros may have any scale
+
+
 def test_refuses_what_does_not_fit():
     with pytest.raises(FormatError, match="multiple of 64"):
         words.to_words(torch.zeros(2, 32, dtype=torch.uint8))

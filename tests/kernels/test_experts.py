@@ -5,12 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tracefp4.errors import FormatError
 from tracefp4.formats.blocks import quantize
 from tracefp4.formats.spec import get_spec
-from tracefp4.models.kernel_weights import arrange, packed_again
+from tracefp4.models.kernel_weights import arrange, packed_again, set_aside
 from tracefp4.models.packing import pack_weight
 
 GPU = torch.cuda.is_available()
+
+
+def gpu_configs():
+    """Every kind of tile that a launch can choose: one warp, two, and four that share products."""
+    from tracefp4.kernels.experts import Config
+
+    single = [Config(columns, unroll, 1, stages) for columns in (16, 32, 64) for unroll in (1, 2) for stages in (2, 4)]
+    return [*single, Config(128, 1, 2, 3), Config(128, 2, 2, 3), Config(64, 1, 4, 3), Config(128, 2, 4, 3)]
 
 
 def ids(tokens, top_k, experts, seed=0):
@@ -18,7 +27,7 @@ def ids(tokens, top_k, experts, seed=0):
     return torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
 
 
-@pytest.mark.parametrize("tokens, experts, rows", [(1, 8, 16), (5, 3, 16), (40, 6, 16), (150, 5, 32)])
+@pytest.mark.parametrize("tokens, experts, rows", [(1, 8, 8), (5, 3, 8), (40, 6, 16), (150, 5, 32)])
 def test_route(tokens, experts, rows, device, same):
     from tracefp4.kernels.routing import route
 
@@ -43,7 +52,7 @@ def test_grouped_linear(spec, per_token, device):
     from tracefp4.kernels.routing import route
 
     numerics, generator = get_spec(spec), torch.Generator().manual_seed(1)
-    tokens, top_k, experts, out, inner = 7, 2, 4, 40, 128
+    tokens, top_k, experts, out, inner = 7, 2, 4, 48, 128
     chosen = ids(tokens, top_k, experts)
     weight = torch.randn(experts, out, inner, generator=generator).bfloat16()
     x = torch.randn(tokens if per_token else tokens * top_k, inner, generator=generator).bfloat16()
@@ -63,20 +72,50 @@ def test_grouped_linear(spec, per_token, device):
         packed.codes, packed.scales = packed.codes.to(device), packed.scales.to(device)
         packed.global_scale = None if packed.global_scale is None else packed.global_scale.to(device)
         kernel_weight = arrange(packed)
-    configs = [Config(columns, unroll, 4, 3) for columns in (64, 128) for unroll in (1, 2)] if GPU else [
-        Config(64, 1, 4, 2)
-    ]  # fmt: skip
-    for config in configs:
-        found = grouped_linear(
-            values.to(device), None if x_scale is None else x_scale.to(device), kernel_weight,
-            route(chosen.to(device), experts, 16), per_token=per_token, bias=bias.to(device), config=config,
-            dtype=torch.float32,
-        ).cpu()  # fmt: skip
-        rows = values.double() if x_scale is None else values.double() * x_scale.double()
-        for pair, expert in enumerate(chosen.flatten().tolist()):
-            row = rows[pair // top_k if per_token else pair]
-            expected = exact[expert] @ row + bias[expert].double()
-            assert (found[pair].double() - expected).abs().max() < 1e-4
+    for config in gpu_configs() if GPU else [Config(64, 1, 1, 2), Config(16, 2, 4, 2)]:
+        for rows in (8, 16, 32) if GPU else (8,):
+            found = grouped_linear(
+                values.to(device), None if x_scale is None else x_scale.to(device), kernel_weight,
+                route(chosen.to(device), experts, rows), per_token=per_token, bias=bias.to(device), config=config,
+                dtype=torch.float32,
+            ).cpu()  # fmt: skip
+            scaled = values.double() if x_scale is None else values.double() * x_scale.double()
+            for pair, expert in enumerate(chosen.flatten().tolist()):
+                row = scaled[pair // top_k if per_token else pair]
+                expected = exact[expert] @ row + bias[expert].double()
+                assert (found[pair].double() - expected).abs().max() < 1e-4
+
+
+def test_scales_that_products_cannot_take_are_refused():
+    weight = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    weight[1, 5, :32] *= 2.0**-120
+    weight[1, 6] *= 2.0**40
+    with pytest.raises(FormatError, match="expert 1 .* octaves apart"):
+        arrange(pack_weight(weight, get_spec("mxfp4-w4a4-kv4").weights))
+
+
+def test_no_tile_changes_a_bit(device, same):
+    """Batches choose tiles, so tiles must not matter: each adds the products of a row up in one order."""
+    from tracefp4.kernels.experts import Config, ExpertWeight, grouped_linear
+    from tracefp4.kernels.routing import route
+
+    generator = torch.Generator().manual_seed(2)
+    experts, out, inner = 3, 128, 768 if GPU else 128
+    weight = torch.randn(experts, out, inner, generator=generator).bfloat16()
+    packed = pack_weight(weight, get_spec("nvfp4-w4a4").weights)
+    packed.codes, packed.scales = packed.codes.to(device), packed.scales.to(device)
+    packed.global_scale = packed.global_scale.to(device)
+    x = torch.randn(6, inner, generator=generator).bfloat16().to(device)
+    chosen, configs = ids(6, 2, experts).to(device), gpu_configs() if GPU else [Config(16, 1, 1, 2)]
+    for arranged in (arrange(packed), ExpertWeight(weight.to(device), None, None, out, inner)):
+        first = None
+        for config in (Config(64, 1, 1, 2), *configs):
+            for rows in (8, 16, 32) if GPU else (8,):
+                found = grouped_linear(
+                    x, None, arranged, route(chosen, experts, rows), per_token=True, dtype=torch.float32, config=config
+                )
+                first = found if first is None else first
+                assert same(found, first), (config, rows)
 
 
 def test_weighted_sum(device, same):
@@ -96,6 +135,6 @@ def test_arranged_weights_give_their_packed_bytes_back(spec, same):
     weight = torch.randn(3, 40, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
     weight[1, 3], weight[2, :, :64] = 0.0, 0.0
     packed = pack_weight(weight, numerics)
-    again = packed_again(arrange(packed), packed.global_scale, numerics)
+    again = packed_again(arrange(packed), set_aside(packed), numerics)
     for found, expected in zip(again.parts(), packed.parts(), strict=True):
         assert same(found, expected)

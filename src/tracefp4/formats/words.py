@@ -21,6 +21,10 @@ its block scale is one number.
 overflow), and a factor ``2^7`` at the end. E4M3 needs two cases for that, normal and subnormal. With one exponent bit
 more and bias 9 (E5M3), all its values are normal, and ``(c << 4) + 0x7680`` is the bfloat16 pattern of ``s 2^119``.
 E8M0 scales stay as they are.
+
+A code times ``2^-126`` and an E8M0 scale ``s`` make two multiplications, because ``2^126 s`` may overflow. The blocks
+of one matrix are never so far apart. So their exponents are moved up together until the largest is ``2^127``
+(:func:`lift`); then one multiplication is exact, and a power of two at the end brings the sum back.
 """
 
 from __future__ import annotations
@@ -79,6 +83,29 @@ def recode(scales: Tensor) -> Tensor:
 def restore(scales: Tensor) -> Tensor:
     """Inverse of :func:`recode`."""
     return lookup(on_device(restore_table, scales.device), scales.to(torch.int32))
+
+
+_LIFTED_RANGE = 133
+"""Octaves below the largest scale in which a lifted factor times a raw code is exact in bfloat16."""
+
+
+def lift(scales: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """E8M0 scales of a matrix as the grouped product reads them.
+
+    Args:
+        scales: uint8, any shape.
+        used: bool, the same shape: the block has codes that are not zero.
+
+    Returns:
+        ``(bytes, factor, exact)``: uint8 of the same shape, the pattern of a block's factor being ``byte << 7``;
+        float32 ``()``, a power of two that multiplies the finished sum; bool ``()``: no scale is a NaN and none that
+        matters is more than 133 octaves below the largest, so that products are exact.
+    """
+    data = scales.to(torch.int32)
+    top = torch.where(used, data, 0).amax()
+    exact = (top < 255) & ~(used & (data < top - _LIFTED_RANGE)).any()
+    factor = torch.ldexp(torch.ones((), device=scales.device), top - 128)
+    return (data + (254 - top)).clamp(1, 254).to(torch.uint8), factor, exact
 
 
 def recode_table() -> Tensor:

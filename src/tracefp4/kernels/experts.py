@@ -21,7 +21,10 @@ from torch import Tensor
 
 from tracefp4.kernels.elements import narrow, product
 from tracefp4.kernels.routing import Route
-from tracefp4.kernels.words import NVFP4_SHIFT, chunk_scales, operands
+from tracefp4.kernels.words import NVFP4_SHIFT, weight_operands
+
+_PROGRAMS = 1056
+"""Programs of one warp that keep a GPU of 132 multiprocessors busy: two for each of its schedulers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,9 @@ class ExpertWeight:
     values: Tensor
     """int16 ``(E, K / 64, N, 16)`` words, or bfloat16 ``(E, N, K)``."""
     scales: Tensor | None
-    """uint8 ``(E, K / 64, N, 64 / block)``; ``None`` for bfloat16."""
+    """uint8 ``(E, K / 64, N, 64 / block)``: E5M3 bytes, or those of ``lift`` if ``mx``; ``None`` for bfloat16."""
     alpha: Tensor | None
-    """float32 ``(E,)``: global decode scale; ``None`` stands for 1."""
+    """float32 ``(E,)``: global decode scale, or the factor of ``lift``; ``None`` stands for 1."""
     out: int
     """Rows of a matrix, ``N``."""
     inner: int
@@ -51,15 +54,35 @@ class Config:
     unroll: int
     """Chunks of 64 of a step; must divide ``K / 64``."""
     warps: int
+    """1 or 2: every warp multiplies by itself. 4 or 8: groups of four share their multiplications."""
     stages: int
+    """Steps in flight, the current one included."""
+
+
+@triton.jit
+def _chunk(a, b, c, d, x, acc, COLUMNS: tl.constexpr, JOIN: tl.constexpr):
+    """Add the product of one chunk of weights, four groups of 16, with the chunk of inputs at ``x``.
+
+    ``JOIN``: as one product of 64, which waits once for its operand registers; else as four of 16, which share no
+    registers and need no wait.
+    """
+    if JOIN:
+        both = tl.join(tl.join(a, b), tl.join(c, d))  # (COLUMNS, 16, inner, outer), group = 2 outer + inner
+        whole = tl.reshape(tl.permute(both, (0, 3, 2, 1)), (COLUMNS, 64))
+        return product(whole, tl.load(x), acc)
+    else:
+        acc = product(a, tl.load(x), acc)
+        acc = product(b, tl.load(x + 16), acc)
+        acc = product(c, tl.load(x + 32), acc)
+        return product(d, tl.load(x + 48), acc)
 
 
 @triton.jit
 def _grouped(
     x_ptr, x_scale_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, order_ptr, tiles_ptr, out_ptr,
     N, K, x_stride, blocks,
-    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr,
-    FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
+    JOIN: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
     PER_TOKEN: tl.constexpr, X_SCALE: tl.constexpr, ALPHA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -68,27 +91,26 @@ def _grouped(
     if first < last:
         place = first + tl.arange(0, ROWS)
         live = place < last
-        pair = tl.load(order_ptr + place, mask=live, other=0)
+        # Rows past the last repeat it: their loads are the same bytes, their sums are not stored.
+        pair = tl.load(order_ptr + tl.minimum(place, last - 1))
         row = pair // TOP_K if PER_TOKEN else pair
-        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        column = tl.arange(0, COLUMNS)
+        n = part * COLUMNS + column
         inside = n < N
         acc = tl.zeros((COLUMNS, ROWS), tl.float32)
-        lane = tl.arange(0, 16)
         if FP4:
-            base = expert.to(tl.int64) * (K // 64) * N
-            w = w_ptr + (base + n)[:, None] * 16 + lane[None, :]
-            s = s_ptr + (base + n) * (64 // BLOCK)
-            x = x_ptr + row[None, :].to(tl.int64) * x_stride + lane[:, None]
+            # Bases are numbers of the program and offsets those of a lane, so that a step adds to the bases alone.
+            lane = tl.arange(0, 16)
+            base = expert.to(tl.int64) * (K // 64) * N + part * COLUMNS
+            w, s = w_ptr + base * 16, s_ptr + base * (64 // BLOCK)
+            w_at, s_at = column[:, None] * 16 + lane[None, :], column * (64 // BLOCK)
+            inner = tl.arange(0, 64) if JOIN else lane
+            x = x_ptr + row[None, :].to(tl.int64) * x_stride + inner[:, None]
             for _ in tl.range(0, K // (64 * UNROLL)):
                 for _step in tl.static_range(UNROLL):
-                    word = tl.load(w, mask=inside[:, None], other=0)
-                    even, odd = chunk_scales(s, inside, MX, BLOCK)
-                    even = tl.broadcast_to(even[:, None], (COLUMNS, 16))
-                    a, b, c, d = operands(word, even, tl.broadcast_to(odd[:, None], (COLUMNS, 16)), MX)
-                    acc = product(a, tl.load(x, mask=live[None, :], other=0.0), acc)
-                    acc = product(b, tl.load(x + 16, mask=live[None, :], other=0.0), acc)
-                    acc = product(c, tl.load(x + 32, mask=live[None, :], other=0.0), acc)
-                    acc = product(d, tl.load(x + 48, mask=live[None, :], other=0.0), acc)
+                    word = tl.load(w + w_at) if WHOLE else tl.load(w + w_at, mask=inside[:, None], other=0)
+                    a, b, c, d = weight_operands(word, s + s_at, inside, COLUMNS, WHOLE, MX)
+                    acc = _chunk(a, b, c, d, x, acc, COLUMNS, JOIN)
                     w += N * 16
                     s += N * (64 // BLOCK)
                     x += 64
@@ -97,16 +119,16 @@ def _grouped(
             w = w_ptr + (expert.to(tl.int64) * N + n)[:, None] * K + k[None, :]
             x = x_ptr + row[None, :].to(tl.int64) * x_stride + k[:, None]
             for _ in tl.range(0, K // (64 * UNROLL)):
-                left = tl.load(w, mask=inside[:, None], other=0.0)
-                acc = product(left, tl.load(x, mask=live[None, :], other=0.0), acc)
+                left = tl.load(w) if WHOLE else tl.load(w, mask=inside[:, None], other=0.0)
+                acc = product(left, tl.load(x), acc)
                 w += 64 * UNROLL
                 x += 64 * UNROLL
         if FP4 and not MX:
             acc = acc * SHIFT
         if X_SCALE and ALPHA:
-            acc = acc * (tl.load(x_scale_ptr + row, mask=live, other=0.0) * tl.load(alpha_ptr + expert))[None, :]
+            acc = acc * (tl.load(x_scale_ptr + row) * tl.load(alpha_ptr + expert))[None, :]
         elif X_SCALE:
-            acc = acc * tl.load(x_scale_ptr + row, mask=live, other=0.0)[None, :]
+            acc = acc * tl.load(x_scale_ptr + row)[None, :]
         elif ALPHA:
             acc = acc * tl.load(alpha_ptr + expert)
         if BIAS:
@@ -128,17 +150,32 @@ def _weighted_sum(rows_ptr, weights_ptr, out_ptr, width, TOP_K: tl.constexpr, TI
 
 
 def tile_rows(pairs: int, experts: int) -> int:
-    """Pairs of a tile: about as many as an expert gets if routing is uniform, 16 to 64."""
+    """Pairs of a tile: about as many as an expert gets if routing is uniform, 8 to 64."""
     mean = pairs / max(experts, 1)
-    return 16 if mean <= 16 else 32 if mean <= 48 else 64
+    return 8 if mean <= 4 else 16 if mean <= 16 else 32 if mean <= 48 else 64
 
 
-def default_config(weight: ExpertWeight) -> Config:
-    """A tile that is right and, where no other was measured, fast enough."""
-    unroll = 2 if weight.inner % 128 == 0 else 1
+def default_config(weight: ExpertWeight, route: Route) -> Config:
+    """The tile for a batch, by what the host knows of it: the size of its tiles and a bound on their number.
+
+    The result does not depend on the choice: every tile adds the products of a row up in the same order.
+    """
+    if route.rows >= 32:
+        unroll = 2 if weight.scales is not None and weight.inner % 128 == 0 else 1
+        return Config(columns=128, unroll=unroll, warps=4, stages=3 if weight.scales is not None else 4)
+    columns = 64
+    while columns > 16 and route.tiles.shape[0] * weight.out < _PROGRAMS * columns:
+        columns //= 2  # a batch of few tiles: narrower programs, so that all of the GPU has work
     if weight.scales is None:
-        return Config(columns=128, unroll=1, warps=4, stages=4)
-    return Config(columns=128, unroll=unroll, warps=4, stages=3)
+        return Config(128, 1, 4, 4) if columns == 64 else Config(columns, _unroll(weight, 128 // columns), 1, 4)
+    return Config(columns, _unroll(weight, 64 // columns), 1, 3 if columns == 64 else 4)
+
+
+def _unroll(weight: ExpertWeight, wanted: int) -> int:
+    """The largest power of two up to ``wanted`` that divides the chunks of a row."""
+    while wanted > 1 and weight.inner % (64 * wanted):
+        wanted //= 2
+    return wanted
 
 
 def fits(weight: ExpertWeight) -> bool:
@@ -172,7 +209,7 @@ def grouped_linear(
     Returns:
         ``(P, N)``, row ``pair``.
     """
-    chosen = config or default_config(weight)
+    chosen = config or default_config(weight, route)
     if x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty(route.order.numel(), weight.out, dtype=dtype, device=x.device)
@@ -183,6 +220,7 @@ def grouped_linear(
         *(x if t is None else t for t in (weight.alpha, bias)), route.order, route.tiles, out,
         weight.out, weight.inner, x.stride(0), blocks,
         TOP_K=route.top_k, ROWS=route.rows, COLUMNS=chosen.columns, UNROLL=chosen.unroll,
+        WHOLE=weight.out % chosen.columns == 0, JOIN=chosen.warps % 4 == 0,
         FP4=weight.scales is not None, MX=weight.mx, BLOCK=weight.block, SHIFT=NVFP4_SHIFT,
         PER_TOKEN=per_token, X_SCALE=x_scale is not None, ALPHA=weight.alpha is not None, BIAS=bias is not None,
         num_warps=chosen.warps, num_stages=chosen.stages, enable_fp_fusion=False,

@@ -92,6 +92,7 @@ _SCALE = """
 _NVFP4_ALONG = tl.constexpr(_REGISTERS + _CODES + _BYTES_ALONG + _HALVES + _SCALE)
 _NVFP4_ACROSS = tl.constexpr(_REGISTERS + _CODES + _BYTES_ACROSS + _SCALE)
 _MXFP4_ALONG = tl.constexpr(_REGISTERS + _CODES + _TO_TRUE + _PAIRS_ALONG + _HALVES + _SCALE)
+_LIFTED_ALONG = tl.constexpr(_REGISTERS + _CODES + "mov.b32 {h0, h2}, $5;\nmov.b32 {h1, h3}, $5;" + _HALVES + _SCALE)
 _MXFP4_ACROSS = tl.constexpr(_REGISTERS + _CODES + _TO_TRUE + _PAIRS_ACROSS + _SCALE)
 
 
@@ -170,6 +171,59 @@ def operands(word, even, odd, MX: tl.constexpr, ACROSS: tl.constexpr = False):
             is_pure=True,
             pack=2,
         )
+
+
+@triton.jit
+def weight_operands(word, scale_ptr, inside, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, MX: tl.constexpr):
+    """The same of a chunk of an expert weight: ``word (COLUMNS, 16)`` and the scale bytes at ``scale_ptr (COLUMNS,)``.
+
+    NVFP4: E5M3 bytes. MXFP4 (``MX``): bytes of :func:`tracefp4.formats.words.lift`, whose codes take one multiplication
+    as those of NVFP4 do. ``WHOLE``: all pointers are valid, ``inside`` is not needed.
+    """
+    if MX:
+        at = scale_ptr.to(tl.pointer_type(tl.int16))
+        both = (tl.load(at) if WHOLE else tl.load(at, mask=inside, other=0)).to(tl.int32)
+        pair = tl.broadcast_to(_lifted_pair(both)[:, None], (COLUMNS, 16))
+        if INTERPRETED:
+            low, high = pair << 16, pair & -65536
+            w = word.to(tl.int32) & 0xFFFF
+            last = ((w << 2) & 0x8000) | ((w >> 3) & 0x0180) | ((w >> 8) & 0x0040)
+            return (
+                _scaled(w & 0x81C0, low), _scaled((w << 3) & 0x81C0, low),
+                _scaled((w << 6) & 0x81C0, high), _scaled(last, high),
+            )  # fmt: skip
+        else:
+            return tl.inline_asm_elementwise(
+                _LIFTED_ALONG,
+                "=r,=r,=r,=r,r,r,r",
+                [word, pair],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        at = scale_ptr.to(tl.pointer_type(tl.int32))
+        four = tl.load(at) if WHOLE else tl.load(at, mask=inside, other=0)
+        four = tl.broadcast_to(four[:, None], (COLUMNS, 16))
+        return operands(word, four, four, False)
+
+
+@triton.jit
+def _scaled(bits, factor):
+    """Interpreter: a raw code times a factor in the high half of int32, rounded to bfloat16."""
+    return narrow((bits << 16).to(tl.float32, bitcast=True) * factor.to(tl.float32, bitcast=True), tl.bfloat16)
+
+
+@triton.jit
+def _lifted_pair(both):
+    """Factor pair of the two bytes in the low half of int32; what lies in the high half does not matter."""
+    if INTERPRETED:
+        return ((both & 0xFF) << 7) | ((both & 0xFF00) << 15)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; prmt.b32 t, $1, 0, 0x4140; shl.b32 $0, t, 7; }", "=r,r", [both],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

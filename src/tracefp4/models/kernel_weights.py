@@ -2,13 +2,13 @@
 
 The canonical form of a quantized weight is :class:`~tracefp4.models.packing.PackedWeight`, whose bytes the checksum
 covers. For a GPU without FP4 tensor cores its codes are arranged in words once, when it is synced
-(:mod:`tracefp4.formats.words`); nothing is rounded again. The arrangement is a bijection, so an engine keeps the words
-alone: :func:`packed_again` gives the packed bytes back whenever the checksum is asked for.
+(:mod:`tracefp4.formats.words`); nothing is rounded again. Codes can be taken out of the words again, so an engine keeps
+the words and a little aside: :func:`packed_again` gives the packed bytes back whenever the checksum is asked for.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def arrange(packed: PackedWeight) -> ExpertWeight | None:
-    """The weight in words, or ``None`` where the kernel cannot take its size (``in`` no multiple of 64)."""
+    """The weight in words, or ``None`` where the kernel cannot take its size (``in`` no multiple of 64).
+
+    Raises:
+        FormatError: E8M0 scales that are NaN or too far apart for exact products.
+    """
     from tracefp4.kernels.experts import ExpertWeight
 
     numerics = packed.numerics
@@ -38,20 +42,51 @@ def arrange(packed: PackedWeight) -> ExpertWeight | None:
         rows = words.to_words(e2m1.unpack(packed.codes[expert]))
         values[expert] = rows.view(out, -1, 16).transpose(0, 1)
     mx = numerics.scale_format == "e8m0"
-    scales = packed.scales if mx else words.recode(packed.scales)
+    if mx:
+        scales, alpha = _lifted(packed)
+    else:
+        scales = words.recode(packed.scales)
+        alpha = Quantized(packed.codes, packed.scales, packed.global_scale, numerics).decode_scale()
     scales = scales.view(experts, out, inner // 64, -1).transpose(1, 2).contiguous()
-    alpha = Quantized(packed.codes, packed.scales, packed.global_scale, numerics).decode_scale()
     return ExpertWeight(
         values, scales, None if alpha is None else alpha.reshape(-1), out, inner, mx, numerics.block
     )  # fmt: skip
 
 
-def packed_again(weight: ExpertWeight, global_scale: Tensor | None, numerics: Numerics) -> PackedWeight:
+def _lifted(packed: PackedWeight) -> tuple[Tensor, Tensor]:
+    """Lifted E8M0 scales in the shape of the packed ones, and the factor ``(E,)`` of each expert."""
+    half = packed.numerics.block // 2
+    used = [((codes.unflatten(-1, (-1, half)) & 0x77) != 0).any(-1) for codes in packed.codes]
+    scales, factors, exact = zip(*(words.lift(*pair) for pair in zip(packed.scales, used, strict=True)), strict=True)
+    wrong = (~torch.stack(exact)).nonzero().flatten().tolist()
+    if wrong:
+        raise FormatError(
+            f"expert {wrong[0]} of a weight {tuple(packed.codes.shape[:2])} has MXFP4 scales that are NaN or more than "
+            "133 octaves apart, which the grouped product cannot multiply exactly; TRACEFP4_KERNELS=reference can."
+        )
+    return torch.stack(scales), torch.stack(factors)
+
+
+class Aside(NamedTuple):
+    """What an arranged weight does not hold of the packed one."""
+
+    scales: Tensor | None
+    """E8M0 scales, whose lifting cannot be undone; ``None`` for others."""
+    global_scale: Tensor | None
+    """``(E, 1, 1)`` float32 in primary form; a kernel has the decode form only."""
+
+
+def set_aside(packed: PackedWeight) -> Aside:
+    """What has to be kept beside ``arrange(packed)``."""
+    return Aside(packed.scales if packed.numerics.scale_format == "e8m0" else None, packed.global_scale)
+
+
+def packed_again(weight: ExpertWeight, aside: Aside, numerics: Numerics) -> PackedWeight:
     """The packed weight from which :func:`arrange` made ``weight``, bit for bit.
 
     Args:
-        weight: words and recoded scales.
-        global_scale: ``(E, 1, 1)`` float32 in primary form, of which ``weight`` has the decode form only; or ``None``.
+        weight: words and recoded or lifted scales.
+        aside: what :func:`set_aside` took from the packed weight.
         numerics: of the weight.
 
     Raises:
@@ -64,8 +99,10 @@ def packed_again(weight: ExpertWeight, global_scale: Tensor | None, numerics: Nu
     for expert in range(experts):
         rows = weight.values[expert].transpose(0, 1).reshape(weight.out, -1)
         codes[expert] = e2m1.pack(words.from_words(rows))
-    scales = weight.scales.transpose(1, 2).reshape(experts, weight.out, -1)
-    return PackedWeight(codes, scales if weight.mx else words.restore(scales), global_scale, numerics)
+    scales = aside.scales
+    if scales is None:
+        scales = words.restore(weight.scales.transpose(1, 2).reshape(experts, weight.out, -1))
+    return PackedWeight(codes, scales, aside.global_scale, numerics)
 
 
 def put_arranged(weights: dict[tuple[int, str], ExpertWeight], key: tuple[int, str], packed: PackedWeight) -> None:

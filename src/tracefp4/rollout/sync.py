@@ -29,7 +29,7 @@ from tracefp4.errors import SyncError, suggest
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.words import CHUNK
 from tracefp4.kernels.runtime import usable
-from tracefp4.models.kernel_weights import packed_again, put_arranged, put_plain
+from tracefp4.models.kernel_weights import Aside, packed_again, put_arranged, put_plain, set_aside
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.packing import PackedWeight, digest, expert_weights, pack_weight
 
@@ -74,8 +74,8 @@ class WeightSync:
         elif kernel_weights is not None:
             _plain_kernel_weights(model, layout, kernel_weights)
         self._packed: dict[str, PackedWeight] = {}
-        self._globals: dict[str, Tensor | None] = {}
-        """Global scales, in primary form, of the weights that are kept arranged."""
+        self._aside: dict[str, Aside] = {}
+        """Of the weights that are kept arranged."""
         self._multiplied = self._experts.keys() if self._has_kernels(layout) else ()
         for name in self._experts:
             self._put(name, self._parameters[name])
@@ -92,7 +92,8 @@ class WeightSync:
         """Bytes of all weights as they are kept, each storage once."""
         kept = [*self._parameters.values(), *self._others.values()]
         kept += [part for packed in self._packed.values() for part in packed.parts()]
-        kept += [scale for scales in (self._globals, self._scales) for scale in scales.values() if scale is not None]
+        kept += [part for part in self._scales.values() if part is not None]
+        kept += [part for aside in self._aside.values() for part in aside if part is not None]
         for weight in (self._kernel_weights or {}).values():
             kept += [part for part in (weight.values, weight.scales, weight.alpha) if part is not None]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
@@ -139,9 +140,9 @@ class WeightSync:
         """
         if name not in self._experts or self.numerics is None:
             raise SyncError(f"{name!r} is no quantized weight{suggest(name, self._experts)}")
-        if self._kernel_weights is not None and name in self._globals:
+        if self._kernel_weights is not None and name in self._aside:
             layer, projection, _ = self._experts[name]
-            return packed_again(self._kernel_weights[layer, projection], self._globals[name], self.numerics)
+            return packed_again(self._kernel_weights[layer, projection], self._aside[name], self.numerics)
         return self._packed[name]
 
     def _put(self, name: str, tensor: Tensor) -> None:
@@ -175,7 +176,7 @@ class WeightSync:
         target = self._parameters[name]
         if self._kernel_weights is not None and name in self._multiplied:
             put_arranged(self._kernel_weights, (layer, projection), packed)
-            self._globals[name] = packed.global_scale
+            self._aside[name] = set_aside(packed)
             _empty(target)
             return
         self._packed[name] = packed
