@@ -95,12 +95,18 @@ def test_strided_rows(device, make_values, same):
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil"])
 def test_every_tile(name, width, device, make_values, same):
     """Every tile size that a launch can choose: a compiler once zeroed half the blocks of one of them."""
-    from tracefp4.kernels.quantize import quantize
-
     n = get_numerics(name)
     if width % n.block:
         pytest.skip("not a multiple of the block")
-    x = make_values(3, width, "wide", 11)
+    # Few rows and many take different numbers of warps.
+    x = make_values(3, width, "wide", 11).repeat(200 if device.type == "cuda" else 1, 1)
+    for rows in {3, x.shape[0]}:
+        check_tile(x[:rows], n, device, same)
+
+
+def check_tile(x, n, device, same):
+    from tracefp4.kernels.quantize import quantize
+
     assert x.count_nonzero() > 0.99 * x.numel()
     found = quantize(x.to(device), rules(n), codes=True, packed=True, operand=True, bits=4)
     check(found, blocks.quantize(x, n), same, 4)
@@ -134,3 +140,29 @@ def test_weights_of_a_large_layer(same):
     for expert in (0, 64, 127):
         expected = blocks.quantize(w[expert].cpu(), n)
         assert same(q.codes[expert], expected.codes) and same(q.scales[expert], expected.scales)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-pow2", "mxfp4-ceil"])
+@pytest.mark.parametrize("width, kind", [(96, "edges"), (128, "wide"), (768, "normal")])
+def test_gate_and_quantization_in_one_pass(name, width, kind, device, make_values, same):
+    """As the eager code rounds: SiLU to the dtype, the product to the dtype, then codes."""
+    from tracefp4.kernels.quantize import quantize
+
+    n = get_numerics(name)
+    x = torch.cat([make_values(7, width, kind, seed) for seed in (1, 2)], dim=-1).to(device)
+    gate, up = x.chunk(2, -1)
+    expected = blocks.quantize((torch.nn.functional.silu(gate) * up).cpu(), n)
+    found = quantize(x, rules(n), gated=True, codes=True, packed=True, operand=True, bits=2, decode=True)
+    check(found, expected, same, 2)
+    if n.token_scale:
+        assert same(found.decode, expected.decode_scale())
+
+
+def test_gate_of_every_bfloat16(device, same):
+    """SiLU of all finite values times one or another: rounded where the eager code rounds, by the same exponential."""
+    from tracefp4.kernels.gate import gate
+
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = torch.where(x.isfinite(), x, 0.0).view(32, 2048).to(device)
+    for up in (torch.ones_like(x), x.flip(0)):
+        assert same(gate(torch.cat([x, up], dim=-1)), torch.nn.functional.silu(x) * up)

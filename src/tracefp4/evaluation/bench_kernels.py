@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,11 +13,15 @@ from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.evaluation.bench import Bench, Work, need_cuda
 from tracefp4.formats.blocks import quantize
 from tracefp4.formats.fused import rules
-from tracefp4.formats.numerics import get_numerics
+from tracefp4.formats.numerics import Numerics, get_numerics
 from tracefp4.guidance.codec import pack_bits, unpack_bits
 from tracefp4.guidance.record import SiteRecord
-from tracefp4.guidance.rounding import round_nearest, round_recorded
+from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest, round_recorded
 from tracefp4.quantizers.guided import quantize_guided
+
+if TYPE_CHECKING:
+    from tracefp4.kernels.experts import Config, ExpertWeight
+    from tracefp4.kernels.routing import Route
 
 ATTENTION = {"30b": (32, 4, 128), "35b": (16, 2, 256), "gpt-oss": (64, 8, 64)}
 """Query heads, KV heads, head size."""
@@ -157,61 +163,108 @@ def _expert_layer(bench: Bench, shape: str, arm: str) -> tuple:
         words = torch.empty(experts, inner // 64, out, 16, dtype=torch.int16, device=bench.device)
         scales = torch.empty(experts, inner // 64, out, 2 if mx else 4, dtype=torch.uint8, device=bench.device)
         _fill(words, scales, mx)
-        alpha = None if mx else torch.rand(experts, device=bench.device) * 1e-3
+        alpha = torch.rand(experts, device=bench.device) * 1e-3
         made.append(ExpertWeight(words, scales, alpha, out, inner, mx, 32 if mx else 16))
     return tuple(made)
 
 
 def _experts_case(bench: Bench, shape: str, arm: str, batch: int, layers: list[tuple]) -> None:
     from tracefp4.kernels.experts import grouped_linear, tile_rows, weighted_sum
+    from tracefp4.kernels.gate import gate
     from tracefp4.kernels.routing import route
 
-    experts, hidden, _ = EXPERTS[shape]
+    experts, hidden, inter = EXPERTS[shape]
     generator = torch.Generator(device=bench.device).manual_seed(batch)
     chosen = torch.rand(batch, experts, generator=generator, device=bench.device).topk(TOP_K, -1)[1]
     rows = tile_rows(batch * TOP_K, experts)
     pairs, name = route(chosen, experts, rows), f"experts {shape} B{batch}"
-    x = _random(bench, batch, hidden)
+    x, gated = _random(bench, batch, hidden), _random(bench, batch * TOP_K, inter, 1)
     n = None if "w4a4" not in arm else get_numerics("mxfp4-ceil" if "mxfp4" in arm else "nvfp4-te")
-    hit = chosen.unique().numel()
-    nbytes = hit / experts * sum(
-        w.values.nbytes + (0 if w.scales is None else w.scales.nbytes) for w in layers[0]
+    hit = chosen.unique().numel() / experts
+
+    configs = _expert_configs(arm, batch, rows)
+    best = [
+        _best_tile(
+            bench, f"{name} {('gate_up', 'down')[p]}", arm, [layer[p] for layer in layers], v, pairs, p, n, configs
+        )
+        for p, v in enumerate((x, gated))
+    ]
+
+    def pair(layer: tuple, configs: Sequence[Config | None]) -> Tensor:
+        value, scale = (x, None) if n is None else _operand(round_nearest(x, n))
+        up = grouped_linear(value, scale, layer[0], pairs, per_token=True, config=configs[0])
+        fused = None if n is None else round_gated(up, n)
+        if fused is None:
+            value, scale = gate(up), None
+        else:
+            value, scale = _operand(fused)
+        return grouped_linear(value, scale, layer[1], pairs, per_token=False, config=configs[1])
+
+    nbytes = hit * sum(_nbytes(w) for w in layers[0])
+    both = (("default tiles", [None, None]), ("best tiles", best))
+    bench.best(
+        name, arm, [(text, [lambda w=layer, c=c: pair(w, c) for layer in layers]) for text, c in both], nbytes
     )  # fmt: skip
-
-    def pair(layer: tuple, config: object) -> Tensor:
-        value, scale = x, None
-        if n is not None:
-            value, scale = _operand(x, n)
-        up = grouped_linear(value, scale, layer[0], pairs, per_token=True, config=config)  # type: ignore[arg-type]
-        gate, other = up.chunk(2, -1)
-        value, scale = torch.nn.functional.silu(gate) * other, None
-        if n is not None:
-            value, scale = _operand(value, n)
-        return grouped_linear(value, scale, layer[1], pairs, per_token=False, config=config)  # type: ignore[arg-type]
-
-    cases = []
-    for config in _expert_configs(arm):
-        works: list[Work] = [lambda layer=layer, c=config: pair(layer, c) for layer in layers]
-        cases.append((f"columns {config.columns} unroll {config.unroll} warps {config.warps}", works))
-    bench.best(name, arm, cases, nbytes)
+    if n is not None:
+        up = _random(bench, batch * TOP_K, 2 * inter, 2)
+        bench.add(f"{name} round x", arm, [lambda: round_nearest(x, n)], None)
+        bench.add(f"{name} gate and round", arm, [lambda: round_gated(up, n)], None)
     if arm == "bf16":
         bench.add(f"route {shape} B{batch}", "bf16", [lambda: route(chosen, experts, rows)], None)
         out, gates = torch.zeros(batch * TOP_K, hidden, device=x.device).to(x.dtype), torch.rand(chosen.shape).to(x)
         bench.add(f"weighted sum {shape} B{batch}", "bf16", [lambda: weighted_sum(out, gates)], out.nbytes)
 
 
-def _operand(x: Tensor, n: object) -> tuple[Tensor, Tensor | None]:
-    rounded = round_nearest(x, n)  # type: ignore[arg-type]
-    if rounded.operand is None:
-        raise RuntimeError("rounded without an operand")
-    return rounded.operand, rounded.decode_scale()
+def _best_tile(
+    bench: Bench, name: str, arm: str, weights: list[ExpertWeight], value: Tensor, pairs: Route, part: int,
+    numerics: Numerics | None, configs: list[Config],
+) -> Config | None:  # fmt: skip
+    """One projection by itself. Tiles differ in speed alone, so the best of each projection make the best pair."""
+    from tracefp4.kernels.experts import grouped_linear
+
+    scale = None if numerics is None else torch.ones(value.shape[0], 1, device=value.device)
+    used = pairs.tiles[pairs.tiles[:, 2] > pairs.tiles[:, 1]]
+    hit = used[:, 0].unique().numel() / weights[0].values.shape[0]
+    cases: dict[str, Config | None] = {_text(config): config for config in (None, *configs)}
+    works: list[tuple[str, list[Work]]] = [
+        (
+            text,
+            [lambda w=w, c=c: grouped_linear(value, scale, w, pairs, per_token=part == 0, config=c) for w in weights],
+        )
+        for text, c in cases.items()
+    ]
+    return cases[bench.best(name, arm, works, hit * _nbytes(weights[0])) or "default"]
 
 
-def _expert_configs(arm: str) -> list:
+def _nbytes(weight: ExpertWeight) -> int:
+    return weight.values.nbytes + (0 if weight.scales is None else weight.scales.nbytes)
+
+
+def _operand(rounded: Rounding) -> tuple[Tensor, Tensor | None]:
+    return rounded.factor(), rounded.decode_scale()
+
+
+def _text(config: Config | None) -> str:
+    if config is None:
+        return "default"
+    return f"columns {config.columns} unroll {config.unroll} warps {config.warps} stages {config.stages}"
+
+
+def _expert_configs(arm: str, batch: int, rows: int) -> list[Config]:
+    """Tiles worth measuring beside the default; ``benchmarks/instructions.py`` counts what each costs."""
     from tracefp4.kernels.experts import Config
 
-    if arm == "bf16":
-        return [Config(128, 1, 4, 4), Config(64, 2, 4, 4)]
-    if "nvfp4 w4a4" in arm:
-        return [Config(128, 2, 4, 3), Config(256, 1, 4, 3), Config(64, 2, 2, 4), Config(64, 2, 4, 4)]
-    return [Config(128, 2, 4, 3), Config(64, 2, 2, 4)]
+    if rows >= 32:
+        sizes = [(128, 1, 4, 4)] if arm == "bf16" else [(128, 2, 4, 3), (128, 1, 2, 3), (256, 1, 4, 3)]
+    elif arm == "bf16":
+        sizes = [(16, 4, 1, 4), (32, 4, 1, 3)] if batch <= 4 else [(128, 1, 4, 4), (64, 1, 2, 4), (64, 2, 4, 4)]
+    elif batch <= 4:
+        sizes = [(16, 4, 1, 4), (16, 4, 1, 3), (32, 2, 1, 4), (32, 4, 1, 2), (16, 2, 1, 6)]
+    elif "nvfp4 w4a4" in arm:
+        sizes = [
+            (64, 1, 1, 3), (64, 1, 1, 4), (64, 2, 1, 3), (64, 4, 1, 2), (32, 4, 1, 2), (32, 2, 1, 4),
+            (128, 1, 2, 4), (128, 1, 1, 4), (256, 1, 4, 3), (128, 2, 4, 3),
+        ]  # fmt: skip
+    else:
+        sizes = [(64, 1, 1, 4), (64, 2, 1, 3), (32, 4, 1, 2), (128, 1, 2, 4)]
+    return [Config(*size) for size in sizes]

@@ -37,12 +37,16 @@ def rules(numerics: Numerics) -> Rules:
     )
 
 
-def has_kernel(x: Tensor, numerics: Numerics) -> bool:
-    """Whether a kernel quantizes ``x (..., D)``; a tensor that the plain code would refuse is left to it."""
+def has_kernel(x: Tensor, numerics: Numerics, gated: bool = False) -> bool:
+    """Whether a kernel quantizes ``x (..., D)``; a tensor that the plain code would refuse is left to it.
+
+    ``gated``: ``x (..., 2 D)`` holds gate and up, and what is quantized is ``silu(gate) * up``.
+    """
     if numerics.element != "e2m1" or not usable(x):
         return False
-    if not x.dtype.is_floating_point or x.element_size() > 4 or x.ndim == 0 or x.shape[-1] % numerics.block:
+    multiple = numerics.block * (2 if gated else 1)
+    if not x.dtype.is_floating_point or x.element_size() > 4 or x.ndim == 0 or x.shape[-1] % multiple:
         return False
     from tracefp4.kernels.quantize import fits
 
-    return fits(x, rules(numerics))
+    return fits(x, rules(numerics), gated)

@@ -37,6 +37,8 @@ class Rounding:
     global_scale: Tensor | None
     """float32 ``(R, 1)`` in primary form."""
     numerics: Numerics
+    decode: Tensor | None = None
+    """float32 ``(R, 1)``: what :meth:`decode_scale` returns, where a kernel has written it already."""
 
     @classmethod
     def of(cls, q: Quantized, bits: int, operand: Tensor) -> Rounding:
@@ -55,6 +57,8 @@ class Rounding:
 
     def decode_scale(self) -> Tensor | None:
         """The FP32 global decode scale that multiplies the product; ``None`` stands for 1."""
+        if self.decode is not None:
+            return self.decode
         return Quantized(self.scales, self.scales, self.global_scale, self.numerics).decode_scale()
 
 
@@ -63,10 +67,23 @@ def round_nearest(x: Tensor, numerics: Numerics, bits: int = 0) -> Rounding:
     if has_kernel(x, numerics):
         from tracefp4.kernels.quantize import quantize
 
-        out = quantize(x.detach(), rules(numerics), operand=True, bits=bits)
-        return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics)
+        out = quantize(x.detach(), rules(numerics), operand=True, bits=bits, decode=True)
+        return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode)
     q = quantize_nearest(x, numerics)
     return Rounding.of(q, bits, q.operand())
+
+
+def round_gated(x: Tensor, numerics: Numerics, bits: int = 0) -> Rounding | None:
+    """:func:`round_nearest` of ``silu(gate) * up`` for ``x (R, 2 D)``, gate before up, in the same pass.
+
+    ``None`` where there is no kernel for it. The gate is rounded as the eager code rounds it, so codes are the same.
+    """
+    if not has_kernel(x, numerics, gated=True):
+        return None
+    from tracefp4.kernels.quantize import quantize
+
+    out = quantize(x.detach(), rules(numerics), gated=True, operand=True, bits=bits, decode=True)
+    return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode)
 
 
 def round_recorded(

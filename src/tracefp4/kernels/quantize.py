@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.elements import magnitude, narrow, nearest, widen
+from tracefp4.kernels.gate import silu_product
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import (
     block_amax,
@@ -39,13 +40,15 @@ _PIECE = 2048
 """Values a program takes of a longer row without such a scale."""
 GRID_LIMIT = 65535
 """Most programs along the second axis of a CUDA grid; along the first there may be 2^31 - 1."""
+_FEW = 528
+"""Programs up to which a GPU of 132 multiprocessors has less than one for each of its schedulers."""
 
 
 @triton.jit
 def _quantize(
     x_ptr, global_ptr, codes_ptr, packed_ptr, scales_ptr, new_global_ptr, operand_ptr, values_ptr, planes_ptr,
-    width, x_stride, x_groups, x_group_stride, per_global,
-    TILE: tl.constexpr, GIVEN: tl.constexpr,
+    decode_ptr, width, x_stride, x_groups, x_group_stride, per_global,
+    TILE: tl.constexpr, GATED: tl.constexpr, GIVEN: tl.constexpr, DECODE: tl.constexpr,
     CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
@@ -60,6 +63,8 @@ def _quantize(
     mask = tl.broadcast_to(inside[:, None], (TILE, BLOCK))
     start = (row // x_groups) * x_group_stride + (row % x_groups) * x_stride
     x = tl.load(x_ptr + start + column, mask=mask, other=0.0)
+    if GATED:
+        x = silu_product(x, tl.load(x_ptr + start + width + column, mask=mask, other=0.0))
     x = widen(x)
 
     amax = block_amax(x)
@@ -72,6 +77,8 @@ def _quantize(
     else:
         g = 1.0
     encode, decode = global_forms(g, SCOPE, GLOBAL_FORM, CONSTANT)
+    if DECODE:
+        tl.store(decode_ptr + row, decode)
     scale = block_scale(amax, encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
     z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), QUOTIENT)
     code = nearest(z, TIES, NEGATIVE_ZERO)
@@ -140,11 +147,14 @@ class Fused:
     """``(..., D)``: operand times global decode scale, rounded once."""
     planes: Tensor | None = None
     """uint8 ``(..., bits D / 8)``."""
+    decode: Tensor | None = None
+    """float32 ``(..., 1)``: the global decode scale of each row, whichever form is primary."""
 
 
-def fits(x: Tensor, rules: Rules) -> bool:
+def fits(x: Tensor, rules: Rules, gated: bool = False) -> bool:
     """Whether :func:`quantize` takes this tensor: it has values, and a row with one global scale is short enough."""
-    return x.numel() > 0 and (rules.scope != "token" or x.shape[-1] <= ROW_LIMIT)
+    width = x.shape[-1] // 2 if gated else x.shape[-1]
+    return x.numel() > 0 and (rules.scope != "token" or width <= ROW_LIMIT)
 
 
 def quantize(
@@ -152,11 +162,13 @@ def quantize(
     rules: Rules,
     global_scale: Tensor | None = None,
     *,
+    gated: bool = False,
     codes: bool = False,
     packed: bool = False,
     operand: bool = False,
     values: torch.dtype | None = None,
     bits: int = 0,
+    decode: bool = False,
 ) -> Fused:
     """Quantize ``x (..., D)`` in one pass.
 
@@ -165,31 +177,38 @@ def quantize(
         rules: arithmetic choices.
         global_scale: float32, one for each group of equally many leading rows, contiguous, in primary form. Needed
             under scope ``tensor``; under ``token`` made from ``x`` if ``None``.
+        gated: ``x (..., 2 D)`` holds gate and up; quantize ``silu(gate) * up``, rounded as the eager code rounds it.
         codes: write whole codes, one a byte.
         packed: write two codes a byte.
         operand: write exact bfloat16 operands.
         values: write dequantized values in this dtype.
         bits: write this many bit planes, 0 for none.
+        decode: write the global decode scale of each row. Only under scope ``token``.
     """
     width, lead = x.shape[-1], x.shape[:-1]
     x, stride, groups, group_stride = _rows(x)
     rows = x.numel() // width
+    if gated:
+        width //= 2
     out = allocate(x, lead, width, rules, codes, packed, operand, values, bits)
     given = global_scale is not None and rules.scope in ("token", "tensor")
     if given or rules.scope != "token":
         out.global_scale = global_scale
+    if decode and rules.scope == "token":
+        out.decode = torch.empty((*lead, 1), dtype=torch.float32, device=x.device)
     per_global = rows // global_scale.numel() if given and global_scale is not None else 1
-    if not bits and joins_rows(x, rules):
+    if not bits and not gated and joins_rows(x, rules):
         width, rows = x.numel(), 1
     tile = tile_of(width, rules, given)
     grid = (rows, triton.cdiv(width // rules.block, tile))
     none = out.scales  # never touched: the kernel was compiled without what is None
     _quantize[grid](
         x, *(given_or(t, none) for t in (global_scale, out.codes, out.packed)), out.scales,
-        *(given_or(t, none) for t in (out.global_scale, out.operand, out.values, out.planes)),
+        *(given_or(t, none) for t in (out.global_scale, out.operand, out.values, out.planes, out.decode)),
         width, stride, groups, group_stride, per_global,
-        TILE=tile, GIVEN=given, CODES=codes, PACKED=packed, OPERAND=operand, VALUES=values is not None, BITS=bits,
-        **rules.constants(), num_warps=warps_of(tile * rules.block), enable_fp_fusion=False,
+        TILE=tile, GATED=gated, GIVEN=given, DECODE=out.decode is not None, CODES=codes, PACKED=packed,
+        OPERAND=operand, VALUES=values is not None, BITS=bits,
+        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1] <= _FEW), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -208,9 +227,12 @@ def tile_of(width: int, rules: Rules, given: bool = False) -> int:
     return whole if rules.scope == "token" and not given else min(whole, _PIECE // rules.block)
 
 
-def warps_of(values: int) -> int:
-    """Warps for a tile: 32 values a thread, so that scales weigh little; one warp at least, sixteen at most."""
-    return max(1, min(16, triton.next_power_of_2(values) // 1024))
+def warps_of(values: int, few: bool = False) -> int:
+    """Warps for a tile: 32 values a thread, so that scales weigh little; one warp at least, sixteen at most.
+
+    With so ``few`` programs that the length of a thread decides, as in a decode step, 8 values a thread, one load.
+    """
+    return max(1, min(16, triton.next_power_of_2(values) // (256 if few else 1024)))
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:

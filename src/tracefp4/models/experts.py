@@ -24,7 +24,7 @@ from tracefp4.kernels.runtime import usable
 from tracefp4.models import opaque
 from tracefp4.models.dispatch import Dispatch, Strategy, choose_strategy, dispatch
 from tracefp4.models.linear import expert_linear
-from tracefp4.models.sites import ExpertsSite
+from tracefp4.models.sites import ExpertsSite, Operand
 
 NAME = "tracefp4"
 """Name of our implementations in the registries of transformers, and of the attribute that holds a site object."""
@@ -131,12 +131,34 @@ def _by_kernel(module: Any, site: ExpertsSite, x: Tensor, index: Tensor, gates: 
     gate_up = grouped_linear(
         x_op.values, x_op.scale, up, pairs, per_token=True, bias=module.gate_up_proj_bias if bias else None
     )
-    h = module._apply_gate(gate_up)
-    h_op = site.middle(h, torch.arange(index.numel(), device=x.device))
+    h_op = _middle(module, site, gate_up, torch.arange(index.numel(), device=x.device))
     out = grouped_linear(
         h_op.values, h_op.scale, down, pairs, per_token=False, bias=module.down_proj_bias if bias else None
     )
     return weighted_sum(out, gates)
+
+
+def _middle(module: Any, site: Any, gate_up: Tensor, pairs: Tensor) -> Operand:
+    """Gate and ``site.middle``; in one pass where the site has one and the gate is the usual ``silu(gate) * up``."""
+    from tracefp4.kernels.gate import gate
+
+    if not _gate_is_silu(module):
+        return site.middle(module._apply_gate(gate_up), pairs)
+    operand = site.gated(gate_up, pairs)
+    return site.middle(gate(gate_up), pairs) if operand is None else operand
+
+
+def _gate_is_silu(module: Any) -> bool:
+    """Whether ``module._apply_gate`` is the one that transformers gives to experts without their own, with SiLU."""
+    from transformers.activations import SiLUActivation
+    from transformers.integrations import moe
+
+    usual = getattr(moe, "_default_apply_gate", None)
+    return (
+        usual is not None
+        and getattr(type(module), "_apply_gate", None) is usual
+        and type(getattr(module, "act_fn", None)) in (SiLUActivation, nn.SiLU)
+    )
 
 
 def _plan(module: Any, site: ExpertsSite, x: Tensor, index: Tensor) -> Dispatch:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tracefp4.core import Kind, Site
 from tracefp4.errors import EngineError
 from tracefp4.formats.spec import Spec
-from tracefp4.guidance.rounding import Rounding, round_nearest
+from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest
 from tracefp4.models.attention import dense_attention
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
@@ -137,6 +137,16 @@ class _Experts:
         batch = self.owner.here(f"{self.layer}.middle")
         return self._quantize(Kind.EXPERTS_MID, h, batch, pairs)
 
+    def gated(self, gate_up: Tensor, pairs: Tensor) -> Operand | None:
+        """:meth:`middle` of ``silu(gate) * up`` for ``gate_up (P, 2I)`` in one pass, if there is a kernel for it."""
+        numerics = self.owner.spec.for_kind(Kind.EXPERTS_MID)
+        if numerics is None or self.owner.residual:
+            return None
+        q = round_gated(gate_up, numerics, self.owner.capture.bits_of(Site(self.layer, Kind.EXPERTS_MID)))
+        if q is None:
+            return None
+        return self._recorded(Kind.EXPERTS_MID, q, self.owner.here(f"{self.layer}.middle"), pairs)
+
     def _weight(self, module: nn.Module, projection: str) -> Operand:
         weight = getattr(module, projection)
         if self.owner.spec.weights is not None and (self.layer, projection) in self.owner.kernel_weights:
@@ -161,14 +171,16 @@ class _Experts:
         numerics = self.owner.spec.for_kind(kind)
         if numerics is None:
             return Operand(x, None)
-        site, capture, residual = Site(self.layer, kind), self.owner.capture, self.owner.residual
-        bits = capture.bits_of(site)
+        bits, residual = self.owner.capture.bits_of(Site(self.layer, kind)), self.owner.residual
         if residual:
             codes = quantize_nearest(x, numerics)
             q = Rounding.of(codes, bits, compensated(x, codes, residual))
         else:
             q = round_nearest(x, numerics, bits)
-        capture.write(site, q, batch.slots, batch.tickets, pairs)
+        return self._recorded(kind, q, batch, pairs)
+
+    def _recorded(self, kind: Kind, q: Rounding, batch: Batch, pairs: Tensor | None) -> Operand:
+        self.owner.capture.write(Site(self.layer, kind), q, batch.slots, batch.tickets, pairs)
         return Operand(q.factor(), q.decode_scale())
 
 

@@ -1,0 +1,44 @@
+"""The gate of an expert, ``silu(gate) * up``, with the roundings of the eager code.
+
+Transformers computes it in two steps, and each rounds to the model's dtype. A kernel that does both in registers has to
+round in the same two places, or codes of the next product would differ. Where the next product takes codes, the gate is
+part of :func:`tracefp4.kernels.quantize.quantize`; here is the kernel for products that do not.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from tracefp4.kernels.elements import INTERPRETED, narrow, widen
+
+
+@triton.jit
+def silu_product(gate, up):
+    """``silu(gate) * up`` in their dtype: SiLU in float32, rounded; the product in float32, rounded."""
+    g = widen(gate)
+    # The exponential of PyTorch's own kernel: Triton's is an approximation.
+    power = tl.exp(-g) if INTERPRETED else libdevice.exp(-g)
+    activated = narrow(tl.div_rn(g, 1.0 + power), gate.dtype)
+    return narrow(widen(activated) * widen(up), gate.dtype)
+
+
+@triton.jit
+def _gate(x_ptr, out_ptr, width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < width
+    gate = tl.load(x_ptr + row * 2 * width + column, mask=mask, other=0.0)
+    up = tl.load(x_ptr + row * 2 * width + width + column, mask=mask, other=0.0)
+    tl.store(out_ptr + row * width + column, silu_product(gate, up), mask=mask)
+
+
+def gate(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` of contiguous ``x (P, 2 D)``, gate before up; ``(P, D)`` in its dtype."""
+    rows, width = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(rows, width)
+    if rows:
+        _gate[(rows, triton.cdiv(width, 1024))](x, out, width, TILE=1024, enable_fp_fusion=False)
+    return out
