@@ -3,7 +3,7 @@
 #
 #     sh benchmarks/h200.sh FOLDER
 #
-# FOLDER gets one log and one JSON file a step. About fourteen minutes at most: every step has a limit.
+# FOLDER gets one log and one JSON file a step. About fifteen minutes at most: every step has a limit.
 out=${1:?usage: sh benchmarks/h200.sh FOLDER}
 python=${PYTHON:-python}
 mkdir -p "$out"
@@ -29,7 +29,7 @@ step test-quantize 70 "$python" -m pytest tests/kernels/test_quantize.py tests/k
 step test-products 90 "$python" -m pytest tests/kernels/test_attention.py tests/kernels/test_experts.py -m gpu -q
 bench codec 30 codec
 bench qat 45 qat
-bench experts 90 experts --shape 30b --batch 1 --batch 16 --batch 64 --batch 256
+bench experts 180 experts --shape 30b --batch 1 --batch 16 --batch 64 --batch 256
 bench attention 80 attention --shape 30b --shape 35b
 bench decode 100 decode --batch 1 --batch 16 --batch 64
 bench decode-35b 90 decode --shape 35b --batch 1 --batch 64 --arm bf16 --arm nvfp4-w4a4-kv4

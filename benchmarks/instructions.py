@@ -4,7 +4,8 @@
 
 The count is what decides whether FP4 pays on a GPU that has to widen it: at 4.3 TB/s there is time for 4.4 instructions
 a value (docs/performance.md). Instructions are those of one warp for the loop's share of a tile, times 32 lanes,
-divided by the values of the tile. A kernel without a loop is counted whole.
+divided by the values of the tile. A kernel without a loop is counted whole. Beside it stand the registers of a thread,
+the shared memory of a program, and how many warps of them a multiprocessor holds, of 64.
 """
 
 from __future__ import annotations
@@ -48,13 +49,23 @@ def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **op
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def sass(kernel: Any) -> list[tuple[int, str, str]]:
-    """Address, operation and operands of every instruction."""
+def dump(kernel: Any, what: str) -> str:
+    """Output of ``cuobjdump`` for the compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(kernel.asm["cubin"])
-        text = subprocess.run([TOOL, "-sass", path], capture_output=True, text=True, check=True).stdout
-    return [(int(m[1], 16), m[2], m[3]) for m in map(LINE.match, text.splitlines()) if m]
+        return subprocess.run([TOOL, what, path], capture_output=True, text=True, check=True).stdout
+
+
+def sass(kernel: Any) -> list[tuple[int, str, str]]:
+    """Address, operation and operands of every instruction."""
+    return [(int(m[1], 16), m[2], m[3]) for m in map(LINE.match, dump(kernel, "-sass").splitlines()) if m]
+
+
+def resident(registers: int, shared: int, warps: int) -> int:
+    """Warps on a multiprocessor: 64 K registers, 256 at a time; 228 KiB shared, 1 KiB a program extra; 32 programs."""
+    by_registers = 65536 // (-(-registers // 8) * 256 * warps)
+    return warps * min(by_registers, 228 * 1024 // (shared + 1024), 64 // warps, 32)
 
 
 def main_loop(code: list[tuple[int, str, str]]) -> list[str]:
@@ -81,8 +92,10 @@ def report(name: str, kernel: Any, pointers: dict[str, str], constants: dict[str
     spills = sum(op.startswith(("STL", "LDL")) for _, op, _ in code)
     top = " ".join(f"{op} {n}" for op, n in Counter(op.split(".")[0] for op in loop).most_common(6))
     each = len(loop) * 32 * options["num_warps"] / values
-    print(f"{name:44} {each:6.2f} a value, {len(loop):5} in the loop, {built.metadata.shared:6} B shared, "
-          f"{spills} spills  {top}")  # fmt: skip
+    found = re.search(r"REG:(\d+)", dump(built, "-res-usage"))
+    registers, shared = int(found[1]) if found else 0, built.metadata.shared
+    print(f"{name:44} {each:6.2f} a value, {len(loop):5} in the loop, {registers:3} registers, {shared:6} B shared, "
+          f"{resident(max(registers, 16), shared, options['num_warps']):2} warps, {spills} spills  {top}")  # fmt: skip
     return True
 
 
@@ -90,6 +103,7 @@ BYTES = "*u8"
 SMALL = {
     "codes_ptr": BYTES, "packed_ptr": BYTES, "scales_ptr": BYTES, "planes_ptr": BYTES, "recorded_ptr": BYTES,
     "global_ptr": "*fp32", "new_global_ptr": "*fp32", "rows_ptr": "*i64", "valid_ptr": "*i1", "low_ptr": BYTES,
+    "decode_ptr": "*fp32",
 }  # fmt: skip
 
 
@@ -99,10 +113,21 @@ def rounding() -> list[bool]:
     for name in ("nvfp4-te", "nvfp4-pow2", "mxfp4-ceil"):
         n = rules(get_numerics(name))
         shared = {"TILE": 2048 // n.block, **n.constants()}
-        wanted = {"GIVEN": False, "CODES": False, "PACKED": False, "OPERAND": True, "VALUES": False}
+        wanted = {
+            "GATED": False,
+            "DECODE": False,
+            "GIVEN": False,
+            "CODES": False,
+            "PACKED": False,
+            "OPERAND": True,
+            "VALUES": False,
+        }
         for bits in (0, 1):
             done.append(report(f"quantize {name} r{bits}", quantize._quantize, SMALL, shared | wanted | {"BITS": bits},
                                2048, num_warps=2, enable_fp_fusion=False))  # fmt: skip
+        gated = shared | wanted | {"TILE": 1024 // n.block, "GATED": True, "DECODE": n.scope == "token", "BITS": 0}
+        done.append(report(f"gate and quantize {name}", quantize._quantize, SMALL, gated, 1024, num_warps=1,
+                           enable_fp_fusion=False))  # fmt: skip
         for bits, scale_bits, partial in ((1, 8, False), (1, 3, True), (4, 8, False)):
             follow = {"ORDERED": partial, "PARTIAL": partial, "SCALE_BITS": scale_bits, "BITS": bits, "CODES": False,
                       "OPERAND": True, "VALUES": False}  # fmt: skip
@@ -149,17 +174,20 @@ def products() -> list[bool]:
     for word, mx, block in (("nvfp4", False, 16), ("mxfp4", True, 32), ("bf16", False, 16)):
         plain = word == "bf16"
         kinds = pointers | ({} if plain else {"w_ptr": "*i16", "s_ptr": BYTES})
-        tiles = ((16, 128, 1, 4, 4), (16, 64, 2, 4, 4)) if plain else (
-            (16, 128, 2, 4, 3), (16, 256, 1, 4, 3), (16, 64, 2, 2, 4), (64, 128, 2, 4, 3))  # fmt: skip
+        tiles = ((8, 128, 1, 4, 4), (16, 128, 1, 4, 4), (8, 16, 4, 1, 4)) if plain else (
+            (8, 64, 1, 1, 3), (8, 64, 2, 1, 3), (8, 64, 4, 1, 2), (8, 32, 4, 1, 2), (8, 16, 4, 1, 4),
+            (8, 128, 1, 1, 4), (8, 128, 1, 2, 4), (8, 256, 1, 4, 3), (16, 64, 1, 1, 3), (16, 128, 2, 4, 3),
+            (64, 128, 2, 4, 3))  # fmt: skip
         for rows, columns, unroll, warps, stages in tiles:
             constants = {
-                "TOP_K": 8, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "FP4": not plain, "MX": mx,
-                "BLOCK": block, "SHIFT": 128.0, "PER_TOKEN": True, "X_SCALE": not plain, "ALPHA": not plain,
-                "BIAS": False,
+                "TOP_K": 8, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": True, "JOIN": warps % 4 == 0,
+                "FP4": not plain, "MX": mx, "BLOCK": block, "SHIFT": 128.0, "PER_TOKEN": True, "X_SCALE": not plain,
+                "ALPHA": not plain, "BIAS": False,
             }  # fmt: skip
-            done.append(report(f"experts {word} {rows}x{columns}x{64 * unroll} warps {warps}", experts._grouped, kinds,
-                               constants, columns * 64 * unroll, num_warps=warps, num_stages=stages,
-                               enable_fp_fusion=False))  # fmt: skip
+            name = f"experts {word} {rows}x{columns}x{64 * unroll} warps {warps} stages {stages}"
+            limit = 80 if rows == 8 and columns == 64 else None
+            done.append(report(name, experts._grouped, kinds, constants, columns * 64 * unroll, num_warps=warps,
+                               num_stages=stages, maxnreg=limit, enable_fp_fusion=False))  # fmt: skip
     ids = {"experts_ptr": "*i64", "order_ptr": "*i32", "tiles_ptr": "*i32"}
     done.append(report("route: places", routing._place, ids, {"SIZE": 16, "STEP": 128}, 16, num_warps=4))
     done.append(report("route: tiles", routing._tile, ids, {"ROWS": 16, "EXPERTS": 128, "STEP": 32}, 128, num_warps=8))

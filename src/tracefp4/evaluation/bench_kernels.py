@@ -266,5 +266,5 @@ def _expert_configs(arm: str, batch: int, rows: int) -> list[Config]:
             (128, 1, 2, 4), (128, 1, 1, 4), (256, 1, 4, 3), (128, 2, 4, 3),
         ]  # fmt: skip
     else:
-        sizes = [(64, 1, 1, 4), (64, 2, 1, 3), (32, 4, 1, 2), (128, 1, 2, 4)]
+        sizes = [(64, 1, 1, 4), (64, 2, 1, 3), (32, 4, 1, 2), (128, 1, 2, 4), (128, 2, 4, 3)]
     return [Config(*size) for size in sizes]

@@ -1,9 +1,13 @@
 """Grouped matrix product over the experts that were hit, with FP4 weights widened in registers.
 
-``y[pair] = x[row of the pair] W[expert of the pair]^T``, scaled and rounded once. A tensor core wants 64 rows of its
-first operand, and a decode step gives an expert only a few tokens; so the weight is the first operand and the tokens
-are the columns, 16 at a time instead of 64. The first operand may lie in registers, which is where FP4 weights are
-widened: they never exist anywhere as bfloat16.
+``y[pair] = x[row of the pair] W[expert of the pair]^T``, scaled and rounded once. A tensor core wants 16 rows of its
+first operand at least, and a decode step gives an expert only a few tokens; so the weight is the first operand and the
+tokens are the columns, 8 at a time. The first operand lies in registers, which is where FP4 weights are widened: they
+never exist anywhere as bfloat16.
+
+A program of one warp multiplies 16 rows at a time by itself. Four warps could multiply 64 rows together, but then they
+wait for their operand registers and for each other, and waiting is what a loop of a few hundred instructions cannot
+afford. So tiles of few tokens take programs of one warp, as many as fit; those of a long prefill take four.
 
 Weights are stored in chunks of 64 along the contraction axis, ``(experts, K / 64, N, 16)`` words, so that what a
 program loads in a step is one piece of memory. Plain bfloat16 weights ``(experts, N, K)`` take the same kernel: that is
@@ -57,6 +61,8 @@ class Config:
     """1 or 2: every warp multiplies by itself. 4 or 8: groups of four share their multiplications."""
     stages: int
     """Steps in flight, the current one included."""
+    registers: int | None = None
+    """Limit for a thread, where the compiler's own choice would leave room for fewer programs."""
 
 
 @triton.jit
@@ -158,7 +164,8 @@ def tile_rows(pairs: int, experts: int) -> int:
 def default_config(weight: ExpertWeight, route: Route) -> Config:
     """The tile for a batch, by what the host knows of it: the size of its tiles and a bound on their number.
 
-    The result does not depend on the choice: every tile adds the products of a row up in the same order.
+    The result must not depend on the choice: every tile adds the products of a row up in the same order, and a test
+    compares them on the device bit for bit.
     """
     if route.rows >= 32:
         unroll = 2 if weight.scales is not None and weight.inner % 128 == 0 else 1
@@ -168,7 +175,10 @@ def default_config(weight: ExpertWeight, route: Route) -> Config:
         columns //= 2  # a batch of few tiles: narrower programs, so that all of the GPU has work
     if weight.scales is None:
         return Config(128, 1, 4, 4) if columns == 64 else Config(columns, _unroll(weight, 128 // columns), 1, 4)
-    return Config(columns, _unroll(weight, 64 // columns), 1, 3 if columns == 64 else 4)
+    if columns < 64:
+        return Config(columns, _unroll(weight, 64 // columns), 1, 4)
+    # 25 programs a multiprocessor: a projection of 128 experts x 1536 rows has no more, so none runs alone at last.
+    return Config(64, 1, 1, 3, registers=80 if route.rows == 8 else None)
 
 
 def _unroll(weight: ExpertWeight, wanted: int) -> int:
@@ -223,7 +233,7 @@ def grouped_linear(
         WHOLE=weight.out % chosen.columns == 0, JOIN=chosen.warps % 4 == 0,
         FP4=weight.scales is not None, MX=weight.mx, BLOCK=weight.block, SHIFT=NVFP4_SHIFT,
         PER_TOKEN=per_token, X_SCALE=x_scale is not None, ALPHA=weight.alpha is not None, BIAS=bias is not None,
-        num_warps=chosen.warps, num_stages=chosen.stages, enable_fp_fusion=False,
+        num_warps=chosen.warps, num_stages=chosen.stages, maxnreg=chosen.registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
