@@ -8,6 +8,7 @@ from tracefp4.core import Request, SiteShape
 from tracefp4.errors import EngineError
 from tracefp4.formats.spec import Spec
 from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.store import Store
 from tracefp4.models.layout import ModelLayout
 
 
@@ -30,6 +31,17 @@ class Limits:
             raise EngineError(
                 f"max_tokens = {self.max_tokens} is no multiple of page_size = {self.page_size}; take {nearest}"
             )
+
+
+def stored_plan(plan: Plan | None, store: Store | None) -> Plan | None:
+    """The plan that an engine follows: ``None`` for one that records nothing.
+
+    Raises:
+        EngineError: a plan that records something, without a store to put it into.
+    """
+    if plan and store is None:
+        raise EngineError(f"plan {str(plan)!r} records guidance, but there is no store to put it into")
+    return plan or None
 
 
 def recorded_shapes(layout: ModelLayout, spec: Spec, plan: Plan | None) -> tuple[SiteShape, ...]:

@@ -34,7 +34,7 @@ from tracefp4.models.binding import bind, unbind
 from tracefp4.models.coverage import Coverage, coverage
 from tracefp4.models.layout import describe
 from tracefp4.models.packing import PackedWeight
-from tracefp4.rollout.admission import Limits, check_request, recorded_shapes
+from tracefp4.rollout.admission import Limits, check_request, recorded_shapes, stored_plan
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.engine import Capabilities, Digest, EngineStats
 from tracefp4.rollout.harvest import Harvester
@@ -92,9 +92,7 @@ class EmbeddedEngine(StepwiseEngine):
         compile_decode: bool | str = False,
         residual: float = 0.0,
     ) -> None:
-        plan = plan or None
-        if plan is not None and store is None:
-            raise EngineError(f"plan {str(plan)!r} records guidance, but there is no store to put it into")
+        plan = stored_plan(plan, store)
         self._limits = Limits(max_tokens, page_size, max_batch, prefill_chunk)
         self._model: Any = model.to(device).eval() if device is not None else model.eval()
         self._model.requires_grad_(False)

@@ -36,7 +36,7 @@ from tracefp4.integrations.engines.weights import Names, hollow
 from tracefp4.integrations.engines.wire import Abort, Ask, Failed, Finished, Report, Sample
 from tracefp4.models.coverage import Coverage
 from tracefp4.models.directory import quiet
-from tracefp4.rollout.admission import Limits, check_request, recorded_shapes
+from tracefp4.rollout.admission import Limits, check_request, recorded_shapes, stored_plan
 from tracefp4.rollout.engine import Capabilities, Digest, EngineStats
 from tracefp4.rollout.request import eos_token_ids
 from tracefp4.rollout.sampler import stream_key
@@ -77,9 +77,7 @@ class HostedEngine(StepwiseEngine):
         store: Store | None,
         settings: EngineConfig,
     ) -> None:
-        plan = plan or None
-        if plan is not None and store is None:
-            raise EngineError(f"plan {str(plan)!r} records guidance, but there is no store to put it into")
+        plan = stored_plan(plan, store)
         self.spec, self.plan, self._store = spec, plan, store
         self._limits = Limits(settings.max_tokens, settings.page_size, settings.max_batch, settings.prefill_chunk)
         source: Any = model

@@ -34,7 +34,7 @@ from tracefp4.guidance.rounding import Rounding, round_nearest
 from tracefp4.guidance.store import Store
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.sites import Operand
-from tracefp4.rollout.admission import recorded_shapes
+from tracefp4.rollout.admission import recorded_shapes, stored_plan
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.harvest import gather
 from tracefp4.rollout.pool import KVPool, StoredKV, kv_sizes
@@ -95,8 +95,7 @@ class Recorder:
         device: torch.device,
         pool: StoredKV | None = None,
     ) -> None:
-        if plan is not None and store is None:
-            raise EngineError(f"plan {str(plan)!r} records guidance, but there is no store to put it into")
+        plan = stored_plan(plan, store)
         self.layout, self.spec, self.plan, self.store, self.device = layout, spec, plan, store, device
         shapes = recorded_shapes(layout, spec, plan)
         bits = 4 if plan is None else plan.bits
