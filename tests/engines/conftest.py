@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,14 +78,12 @@ def cpu_harness() -> Iterator[None]:
 ENGINES = ["embedded", *(pytest.param(name, marks=pytest.mark.engine) for name in ("sglang", "vllm"))]
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def bench(request: pytest.FixtureRequest, cpu_harness: None) -> Iterator[Bench]:
-    """One engine of each kind, in float32, so that a difference is a mistake and not rounding noise."""
-    name = request.param
+@contextmanager
+def started(name: str, spec: Spec, dtype: torch.dtype) -> Iterator[Bench]:
+    """An engine on the tiny model, with whole codes of every site recorded."""
     if not _installed(name):
         pytest.skip(f"engine {name!r} is not installed here")
-    build = {"seed": 3, "dtype": torch.float32}
-    spec, store = get_spec("nvfp4-w4a4-kv4"), MemoryStore()
+    build, store = {"seed": 3, "dtype": dtype}, MemoryStore()
     sizes = {"max_tokens": 512, "max_batch": 8, "prefill_chunk": 32} | SIZES[name]
     engine = make_engine(
         name,
@@ -99,6 +98,19 @@ def bench(request: pytest.FixtureRequest, cpu_harness: None) -> Iterator[Bench]:
         yield Bench(name, engine, tiny_model("qwen3_moe", **build), spec, store)
     finally:
         engine.close()
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def bench(request: pytest.FixtureRequest, cpu_harness: None) -> Iterator[Bench]:
+    """One engine of each kind, in float32, so that a difference is a mistake and not rounding noise."""
+    with started(request.param, get_spec("nvfp4-w4a4-kv4"), torch.float32) as found:
+        yield found
+
+
+@pytest.fixture(params=ENGINES)
+def mx_engine(request: pytest.FixtureRequest, cpu_harness: None) -> Any:
+    """Starts an engine with an MXFP4 spec, in bfloat16: the proof after a sync has to bear the noise of deployment."""
+    return lambda spec: started(request.param, get_spec(spec), torch.bfloat16)
 
 
 @pytest.fixture

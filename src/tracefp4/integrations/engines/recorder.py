@@ -64,6 +64,48 @@ class Collected:
     invalid_rows: int
 
 
+@dataclass(frozen=True, slots=True)
+class Shipping:
+    """How rows become a frame, wherever they lie."""
+
+    plan: Plan | None
+    """``None`` ships routes alone."""
+    spec: Spec
+    store: Store | None
+    epoch: int
+    """Weight updates so far, which tickets are made of."""
+    version: int
+    """Weight version that the frame carries."""
+
+    def collect(
+        self, rows: Capture, pool: StoredKV | None, slots: Tensor, tokens: Sequence[int], key: str
+    ) -> Collected:
+        """Gather the rows of ``tokens`` but the last one, and put their frame into the store.
+
+        Args:
+            rows: on the host.
+            pool: K and V; ``None`` if the plan has none.
+            slots: ``(N - 1,)`` int64 on the host, where the rows lie.
+            tokens: prompt and response, ``N``.
+            key: of the frame.
+        """
+        count = len(tokens) - 1
+        routes = None if rows.routes is None else rows.routes.index_select(0, slots)
+        if self.plan is None or self.store is None:
+            return Collected(routes, None, count, 0)
+        expected = tickets(self.epoch, torch.arange(count), torch.tensor(tokens[:count]))
+        sheaf = gather(rows, pool, slots, expected, self.plan)
+        frame = encode_rows(
+            sheaf,
+            0,
+            count,
+            token_hash=token_hash(tuple(tokens)),
+            numerics_hash=self.spec.hash,
+            weight_version=self.version,
+        )
+        return Collected(routes, self.store.put(key, frame), count, int((~sheaf.valid).sum()))
+
+
 class Recorder:
     """Quantizes to nearest, records, and gathers.
 
@@ -99,7 +141,8 @@ class Recorder:
         self.layout, self.spec, self.plan, self.store, self.device = layout, spec, plan, store, device
         shapes = recorded_shapes(layout, spec, plan)
         bits = 4 if plan is None else plan.bits
-        self._step = Capture(layout, shapes, bits, step_tokens, device)
+        self.step = Capture(layout, shapes, bits, step_tokens, device)
+        """Rows of the pass in flight, in the order of the batch."""
         self.mirror = Capture(layout, shapes, bits, slots, _HOST)
         self.pool: StoredKV | None = pool
         self._own: KVPool | None = None
@@ -118,7 +161,7 @@ class Recorder:
     @property
     def nbytes(self) -> int:
         """Bytes of mirror, step buffer and KV codes."""
-        return self.mirror.nbytes + self._step.nbytes + (0 if self._own is None else self._own.nbytes)
+        return self.mirror.nbytes + self.step.nbytes + (0 if self._own is None else self._own.nbytes)
 
     @property
     def capacity(self) -> int:
@@ -136,7 +179,7 @@ class Recorder:
         lines, stamps = self._batch(slots.numel())
         self._slots = slots.to(torch.int64)
         stamps.copy_(tickets(self._epoch, positions, tokens))
-        self._step.stamp(lines, stamps)
+        self.step.stamp(lines, stamps)
 
     def quantize(self, site: Site, x: Tensor, pairs: Tensor | None = None) -> Operand:
         """Round the input of an expert projection to nearest, and record the outcome.
@@ -149,10 +192,10 @@ class Recorder:
         numerics = self.spec.for_kind(site.kind)
         if numerics is None:
             return Operand(x, None)
-        q = round_nearest(x, numerics, self._step.bits_of(site))
+        q = round_nearest(x, numerics, self.step.bits_of(site))
         # Also when no pass was announced: a CUDA graph is captured without one, and rows are only kept by keep().
         lines, stamps = self._batch(x.shape[0] if pairs is None else x.shape[0] // self.layout.top_k)
-        self._step.write(site, q, lines, stamps, pairs)
+        self.step.write(site, q, lines, stamps, pairs)
         self._count(str(site))
         return Operand(q.factor(), q.decode_scale())
 
@@ -160,8 +203,8 @@ class Recorder:
         """Record an outcome that the engine's own quantizer produced; rows as in :meth:`quantize`."""
         rows = q.codes.shape[0]
         lines, stamps = self._batch(rows if pairs is None else rows // self.layout.top_k)
-        outcome = Rounding.of(q, self._step.bits_of(site), q.operand())
-        self._step.write(site, outcome, lines, stamps, pairs)
+        outcome = Rounding.of(q, self.step.bits_of(site), q.operand())
+        self.step.write(site, outcome, lines, stamps, pairs)
         self._count(str(site))
 
     def key_value(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,14 +231,14 @@ class Recorder:
 
     def route(self, layer: int, chosen: Tensor) -> None:
         """Record the experts ``(T, top_k)`` of an MoE layer."""
-        self._step.write_routes(self._index[layer], chosen, self._batch(chosen.shape[0])[0])
+        self.step.write_routes(self._index[layer], chosen, self._batch(chosen.shape[0])[0])
         self._count(f"{layer}.routes")
 
     def end(self) -> Step | None:
         """The pass is over: copies of its rows, still on the device; ``None`` if none had begun."""
         if self._slots is None:
             return None
-        step, self._slots = Step(self._slots.clone(), self._step.take(self._slots.numel())), None
+        step, self._slots = Step(self._slots.clone(), self.step.take(self._slots.numel())), None
         return step
 
     def keep(self, step: Step | None) -> None:
@@ -217,24 +260,11 @@ class Recorder:
         Raises:
             EngineError: slots and tokens do not fit.
         """
-        rows = len(tokens) - 1
         slots = slots.to(_HOST, torch.int64)
-        if slots.numel() != rows:
-            raise EngineError(f"{len(tokens)} tokens have {rows} rows, but {slots.numel()} slots were given")
-        routes = None if self.mirror.routes is None else self.mirror.routes.index_select(0, slots)
-        if not guidance or self.plan is None or self.store is None:
-            return Collected(routes, None, rows, 0)
-        expected = tickets(self._epoch, torch.arange(rows), torch.tensor(tokens[:rows]))
-        sheaf = gather(self.mirror, self.pool, slots, expected, self.plan)
-        frame = encode_rows(
-            sheaf,
-            0,
-            rows,
-            token_hash=token_hash(tuple(tokens)),
-            numerics_hash=self.spec.hash,
-            weight_version=self.version,
-        )
-        return Collected(routes, self.store.put(key, frame), rows, int((~sheaf.valid).sum()))
+        if slots.numel() != len(tokens) - 1:
+            raise EngineError(f"{len(tokens)} tokens have {len(tokens) - 1} rows, but {slots.numel()} slots were given")
+        shipping = Shipping(self.plan if guidance else None, self.spec, self.store, self._epoch, self.version)
+        return shipping.collect(self.mirror, self.pool, slots, tokens, key)
 
     def new_weights(self, version: int) -> None:
         """Rows recorded so far belong to other weights from now on."""

@@ -8,12 +8,12 @@ table is shown at start; what was never run on the hardware in question is marke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from tracefp4.core import Kind
 from tracefp4.errors import EngineError
 from tracefp4.guidance.plan import Plan
-from tracefp4.integrations.engines.wire import SiteLine
+from tracefp4.integrations.engines.wire import SiteLine, State
 
 
 def render_sites(lines: Sequence[SiteLine]) -> str:
@@ -26,6 +26,42 @@ def render_sites(lines: Sequence[SiteLine]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+CACHE = "--kv-cache-dtype nvfp4"
+"""Path of K and V where an engine has an FP4 cache of its own."""
+
+
+def path_lines(name: str, enters: bool, middle: State, note: str) -> list[SiteLine]:
+    """The two lines of one of an engine's own paths, none of which has run here.
+
+    Args:
+        name: of the path.
+        enters: whether the experts' input is rounded outside of a kernel.
+        middle: what becomes of the input of the down projection; ``expected, not run`` if it is seen.
+        note: for people.
+    """
+    lines = []
+    for kind, state in ((Kind.EXPERTS_IN, "expected, not run" if enters else middle), (Kind.EXPERTS_MID, middle)):
+        shown = state == "expected, not run"
+        lines.append(SiteLine(str(kind), name, shown, shown, state, note))
+    return lines
+
+
+def observed_lines(table: Sequence[SiteLine], running: str, missing: Container[str]) -> list[SiteLine]:
+    """The table of a process whose own kernels compute.
+
+    Args:
+        table: of all paths.
+        running: the path that is taken; of an unknown one every line is shown.
+        missing: paths of which a quantizer was not found. They show nothing.
+    """
+    lost = "a quantizer of it is not there in this release"
+    lines = [
+        SiteLine(x.site, x.path, False, False, "not bound", lost) if x.codes and x.path in missing else x for x in table
+    ]
+    chosen = [line for line in lines if line.path in (running, CACHE)]
+    return chosen if any(line.path == running for line in chosen) else lines
 
 
 def check_plan(plan: Plan | None, lines: Iterable[SiteLine]) -> None:
@@ -43,4 +79,5 @@ def check_plan(plan: Plan | None, lines: Iterable[SiteLine]) -> None:
             continue
         left = tuple(k for k in plan.kinds if k != kind)
         rest = f"; plan {str(Plan(plan.bits, plan.depth, left, plan.scale_bits))!r} leaves it out" if left else ""
-        raise EngineError(f"plan {str(plan)!r} records {Kind(kind)}, which {line.path} fuses away{rest}")
+        does = "fuses away" if line.state == "fused away" else "does not show here"
+        raise EngineError(f"plan {str(plan)!r} records {Kind(kind)}, which {line.path} {does}{rest}")

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import SyncError, suggest
+from tracefp4.formats.spec import Spec
+from tracefp4.integrations.engines.stored import StoredWeight
 from tracefp4.models.layout import ModelLayout, describe
 from tracefp4.models.packing import PackedWeight, digest
 
@@ -98,6 +100,17 @@ class Names:
         whole = {name: state[name].detach() for name in self.parameters}
         found: dict[str, Tensor] = dict(revert_weight_conversion(self.model, whole))
         return found | {name: found[self._plain[owner]] for name, owner in self.tied.items()}
+
+    def packed(self, layer: int, projection: str, kept: StoredWeight, spec: Spec) -> PackedWeight:
+        """An expert projection that an engine keeps in FP4 itself, as the trainer packs it.
+
+        Raises:
+            SyncError: the spec does not quantize weights, or they cannot be compared.
+        """
+        name = f"{self.layout.experts[layer]}.{projection}"
+        if spec.weights is None:
+            raise SyncError(f"{name!r} is kept in FP4, but spec {spec.name!r} leaves weights as they are")
+        return kept.packed(name, self.parameters[name], spec.weights)
 
     def plain(self, name: str) -> str:
         """Name of an unstacked parameter in the checkpoint."""

@@ -86,6 +86,7 @@ def make_capturer(*, model: Any, model_config: Any, num_tokens: int, max_running
     from sglang.srt.runtime_context import get_schedule
 
     ours = worker()
+    ours.quantization = model_config.quantization
     table = site_table(ours)
     logger.info("tracefp4 sites:\n%s", render_sites(table))
     check_plan(ours.plan, table)

@@ -7,18 +7,45 @@ its own, with the codes as its result. Read in the source of SGLang 0.5.23 (``sr
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tracefp4.core import Kind
+from tracefp4.integrations.engines.sites import CACHE, observed_lines, path_lines
 from tracefp4.integrations.engines.wire import SiteLine, State
-from tracefp4.integrations.sglang.observe import Watch, note_layer
+from tracefp4.integrations.sglang.observe import Watch
 
 EMULATION = "emulation"
 """Name of our own path in the table."""
+
+_MOE = "sglang.srt.layers.moe"
+EXPERTS = f"{_MOE}.fused_moe_triton.layer.FusedMoE.forward_impl"
+"""What every path passes through; hooked around it, :meth:`Watch.experts` notes the layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A function of SGLang, and what is bound to it."""
+
+    target: str
+    """Where the callers find it: importers by name are found by SGLang's own registry."""
+    method: str
+    """Of :class:`~tracefp4.integrations.sglang.observe.Watch`."""
+    kind: str = "after"
+
+
+_STATIC = Hook("sglang.srt.layers.quantization.fp4_utils.fp4_quantize", "fp4_quantize")
+_PER_TOKEN = Hook("flashinfer.nvfp4_quantize", "per_token")
+_GATHERED = Hook(f"{_MOE}.token_dispatcher.standard.fp4_quantize_flashinfer", "fp4_quantize")
+_MASKED = f"{_MOE}.flashinfer_cutedsl_moe"
+_DEEPEP = (
+    Hook(f"{_MOE}.token_dispatcher.deepep._DeepEPDispatcherImplLowLatency.dispatch_b", "dispatched"),
+    Hook(f"{_MASKED}.flashinfer_cutedsl_moe_masked", "masked", "around"),
+    Hook(f"{_MASKED}.scaled_fp4_grouped_quantize", "masked_input"),
+    Hook(f"{_MASKED}.silu_and_mul_scaled_nvfp4_experts_quantize", "masked_middle"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,60 +54,68 @@ class Path:
 
     name: str
     """Value of ``--moe-runner-backend``, and what else selects it."""
-    quantizer: str | None
-    """Function that quantizes the experts' input outside of a kernel; ``None``: inside."""
-    hook: str | None
-    """Method of :class:`~tracefp4.integrations.sglang.observe.Watch` that is bound after it."""
+    hooks: tuple[Hook, ...]
+    """Quantizers of the experts' input outside of a kernel; none: inside."""
     middle: State
     """What becomes of the input of the down projection."""
     note: str
 
 
-_MOE = "sglang.srt.layers.moe.moe_runner"
 PATHS: tuple[Path, ...] = (
+    Path("flashinfer_trtllm", (_STATIC,), "fused away", "static scalar scale; SwiGLU and its rounding in the kernel"),
+    Path("flashinfer_trtllm, nvfp4_online", (_PER_TOKEN,), "fused away", "one FP32 scale a token"),
+    Path("flashinfer_cutedsl", (_STATIC,), "fused away", "static scalar scale; the rest inside the wrapper"),
+    Path("flashinfer_cutedsl, nvfp4_online", (_PER_TOKEN,), "fused away", "one FP32 scale a token"),
     Path(
-        "flashinfer_trtllm",
-        f"{_MOE}.flashinfer_trtllm.quantize_hidden_states_fp4",
-        "hidden_states",
+        "flashinfer_cutedsl, deepep",
+        _DEEPEP,
+        "expected, not run",
+        "masked kernels: rows by expert, scales in tiles; on one rank, without two-batch overlap",
+    ),
+    Path("flashinfer_cutlass", (), "fused away", "takes bfloat16 and rounds inside"),
+    Path(
+        "flashinfer_cutlass, FP4 all-gather",
+        (_GATHERED,),
         "fused away",
-        "static scalar scale (modelopt_fp4); SwiGLU and its rounding inside the kernel",
+        "data parallel attention: each rank rounds its own tokens before they are gathered",
     ),
-    Path(
-        "flashinfer_trtllm, nvfp4_online",
-        "flashinfer.nvfp4_quantize",
-        "per_token",
-        "fused away",
-        "one FP32 scale a token",
-    ),
-    Path(
-        "flashinfer_cutedsl",
-        f"{_MOE}.flashinfer_cutedsl.fp4_quantize",
-        "fp4_quantize",
-        "fused away",
-        "static scalar scale; the down projection's input inside the wrapper",
-    ),
-    Path(
-        "flashinfer_cutedsl, nvfp4_online", "flashinfer.nvfp4_quantize", "per_token", "fused away", "one scale a token"
-    ),
-    Path("flashinfer_cutedsl masked", None, None, "not bound", "DeepEP only, which is refused: rows by expert"),
-    Path("flashinfer_cutlass", None, None, "fused away", "takes bfloat16 and rounds inside"),
-    Path("megamoe", None, None, "fused away", "rounds at dispatch, and inside"),
-    Path("marlin", None, None, "not quantized", "W4A16: activations are not quantized at all"),
+    Path("megamoe", (), "fused away", "rounds at dispatch into the kernel's own buffer, and inside"),
+    Path("marlin", (), "not quantized", "W4A16: activations are not quantized at all"),
 )
 
 
 def native_lines() -> list[SiteLine]:
     """The table of all native paths."""
-    lines = []
-    for path in PATHS:
-        shown = path.hook is not None
-        state = "expected, not run" if shown else path.middle
-        lines.append(SiteLine(str(Kind.EXPERTS_IN), path.name, shown, shown, state, path.note))
-        lines.append(SiteLine(str(Kind.EXPERTS_MID), path.name, False, False, path.middle, path.note))
+    lines = [line for path in PATHS for line in path_lines(path.name, bool(path.hooks), path.middle, path.note)]
     for kind in (Kind.K, Kind.V):
         note = "packed codes and linear scales lie in the pool by slot; one gather when a request ends"
-        lines.append(SiteLine(str(kind), "--kv-cache-dtype nvfp4", True, True, "expected, not run", note))
+        lines.append(SiteLine(str(kind), CACHE, True, True, "expected, not run", note))
     return lines
+
+
+def running_path(backend: str, dispatch: str, quantization: str | None) -> str:
+    """Name of the path that a configuration takes.
+
+    Args:
+        backend: value of ``--moe-runner-backend``.
+        dispatch: value of ``--moe-a2a-backend``.
+        quantization: value of ``--quantization``.
+    """
+    if dispatch == "megamoe" or backend == "flashinfer_megamoe":
+        return "megamoe"
+    name = backend.removesuffix("_routed")
+    if name == "flashinfer_cutedsl" and dispatch == "deepep":
+        return "flashinfer_cutedsl, deepep"
+    if quantization == "nvfp4_online" and name in ("flashinfer_trtllm", "flashinfer_cutedsl"):
+        return f"{name}, nvfp4_online"
+    return name
+
+
+def observed(running: str) -> list[SiteLine]:
+    """The table of a process whose own kernels compute, on the path ``running``."""
+    bound = available()
+    missing = {path.name for path in PATHS if any(hook.target not in bound for hook in path.hooks)}
+    return observed_lines(native_lines(), running, missing)
 
 
 def site_table(ours: Any) -> list[SiteLine]:
@@ -90,9 +125,7 @@ def site_table(ours: Any) -> list[SiteLine]:
         ours: the :class:`~tracefp4.integrations.sglang.worker.Worker`.
     """
     if not ours.settings.emulate:
-        backend = _backend()
-        chosen = [line for line in native_lines() if line.path.startswith((backend, "--kv-cache-dtype"))]
-        return chosen or native_lines()
+        return observed(_running(ours.quantization))
     planned = set() if ours.plan is None else set(ours.plan.kinds)
     lines = []
     for kind in (Kind.EXPERTS_IN, Kind.EXPERTS_MID, Kind.K, Kind.V):
@@ -105,33 +138,34 @@ def site_table(ours: Any) -> list[SiteLine]:
     return lines
 
 
-def _backend() -> str:
-    from sglang.srt.layers.moe.utils import get_moe_runner_backend
+def _running(quantization: str | None) -> str:
+    from sglang.srt.layers.moe.utils import get_moe_a2a_backend, get_moe_runner_backend
 
-    return get_moe_runner_backend().value
+    return running_path(get_moe_runner_backend().value, get_moe_a2a_backend().value, quantization)
+
+
+def available() -> list[str]:
+    """Targets of :data:`PATHS` that can be imported here."""
+    return [target for target in {hook.target: None for path in PATHS for hook in path.hooks} if _exists(target)]
 
 
 def bind_observers(register: Callable[[str, Any, str], None], watch: Watch) -> list[str]:
-    """Hook every quantizer of :data:`PATHS` that can be imported here; returns their names.
+    """Hook every quantizer of :data:`PATHS` that is :func:`available`; returns their targets.
 
     Args:
         register: ``(target, hook, kind)`` with kind ``after`` or ``around``.
         watch: what sees their results.
     """
-    register("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl", note_layer, "around")
-    bound: list[str] = []
-    for path in PATHS:
-        if path.quantizer is not None and path.hook is not None and path.quantizer not in bound:
-            module, _, name = path.quantizer.rpartition(".")
-            if importlib.util.find_spec(module.partition(".")[0]) is None or not _has(module, name):
-                continue
-            register(path.quantizer, getattr(watch, path.hook), "after")
-            bound.append(path.quantizer)
+    register(EXPERTS, watch.experts, "around")
+    hooks = {hook.target: hook for path in PATHS for hook in path.hooks}
+    bound = available()
+    for target in bound:
+        register(target, getattr(watch, hooks[target].method), hooks[target].kind)
     return bound
 
 
-def _has(module: str, name: str) -> bool:
+def _exists(target: str) -> bool:
     try:
-        return getattr(importlib.import_module(module), name, None) is not None
-    except ImportError:
+        return pkgutil.resolve_name(target) is not None
+    except (ImportError, AttributeError):
         return False

@@ -85,7 +85,7 @@ def _observe() -> None:
     def register(target: str, hook: Any, kind: str) -> None:
         HookRegistry.register(target, hook, HookType(kind))
 
-    bind_observers(register, Watch(lambda: worker().recorder))
+    bind_observers(register, Watch(lambda: worker().recorder if worker().recording else None))
 
 
 def _replace_hash() -> None:

@@ -23,7 +23,8 @@ from tracefp4.errors import SyncError
 from tracefp4.integrations.engines.coverage import reported_formats
 from tracefp4.integrations.engines.weights import Served
 from tracefp4.integrations.sglang.native import native_lines, site_table
-from tracefp4.integrations.sglang.worker import worker
+from tracefp4.integrations.sglang.stored import PARTS, stored_experts
+from tracefp4.integrations.sglang.worker import layer_of, worker
 
 LOADER = "tracefp4.integrations.sglang.refit.load_file"
 """Name of the loader, for ``custom_weight_loader`` and ``load_format``."""
@@ -86,7 +87,13 @@ def _served(model: Any) -> Served:
     stacked: dict[tuple[int, str], Tensor] = {}
     for module in model.modules():
         weights = getattr(module, "w13_weight", None), getattr(module, "w2_weight", None)
-        if weights[0] is not None and weights[1] is not None:
-            stacked[int(module.layer_id), "gate_up_proj"] = weights[0].detach()
-            stacked[int(module.layer_id), "down_proj"] = weights[1].detach()
+        if weights[0] is None or weights[1] is None:
+            continue
+        kept = stored_experts(module)
+        for projection, weight in zip(PARTS, weights, strict=True):
+            key = layer_of(module), projection
+            if projection in kept:
+                packed[key] = ours.names.packed(*key, kept[projection], ours.spec)
+            else:
+                stacked[key] = weight.detach()
     return Served(ours.names, dict(model.named_parameters(remove_duplicate=False)), packed, stacked)

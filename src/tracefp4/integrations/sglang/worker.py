@@ -39,6 +39,8 @@ class Worker:
         self.experts: dict[int, EmulatedExperts] = {}
         self.routers: set[int] = set()
         """Layers whose routes were met."""
+        self.quantization: str | None = None
+        """SGLang's own method, where its kernels compute."""
         self.kv_pool: Any = None
         """SGLang's own pool."""
         self.store = FileStore(settings.folder)
