@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
-from tracefp4.core import Kind
+from tracefp4.core import EXPERT_KINDS, Kind
 from tracefp4.errors import EngineError
 from tracefp4.guidance.plan import Plan
 from tracefp4.integrations.engines.wire import SiteLine, State
@@ -53,19 +53,29 @@ def observed_lines(table: Sequence[SiteLine], running: str, missing: Container[s
 
     Args:
         table: of all paths.
-        running: the path that is taken; of an unknown one every line is shown.
+        running: the path that is taken; one that is not in the table shows nothing.
         missing: paths of which a quantizer was not found. They show nothing.
     """
+    if all(line.path != running for line in table):
+        note = "not in the table of the tested release"
+        unknown = [SiteLine(str(kind), running, False, False, "not bound", note) for kind in EXPERT_KINDS]
+        return unknown + [line for line in table if line.path == CACHE]
     lost = "a quantizer of it is not there in this release"
-    lines = [
-        SiteLine(x.site, x.path, False, False, "not bound", lost) if x.codes and x.path in missing else x for x in table
+    return [
+        SiteLine(x.site, x.path, False, False, "not bound", lost) if x.codes and x.path in missing else x
+        for x in table
+        if x.path in (running, CACHE)
     ]
-    chosen = [line for line in lines if line.path in (running, CACHE)]
-    return chosen if any(line.path == running for line in chosen) else lines
 
 
-def check_plan(plan: Plan | None, lines: Iterable[SiteLine]) -> None:
+def check_plan(plan: Plan | None, lines: Iterable[SiteLine], *, observed: bool = False) -> None:
     """Refuse a plan with a site that this backend fuses away.
+
+    Args:
+        plan: what is to be recorded.
+        lines: of the path that is taken.
+        observed: whether the engine's own kernels compute. Then a site that they do not quantize is refused as well; in
+            our arithmetic it is one that the spec leaves alone.
 
     Raises:
         EngineError: naming the site and the plan without it.
@@ -75,9 +85,10 @@ def check_plan(plan: Plan | None, lines: Iterable[SiteLine]) -> None:
     hidden = {line.site: line for line in lines if not line.codes}
     for kind in plan.kinds:
         line = hidden.get(str(kind))
-        if line is None or line.state == "not quantized":
+        if line is None or (line.state == "not quantized" and not observed):
             continue
         left = tuple(k for k in plan.kinds if k != kind)
         rest = f"; plan {str(Plan(plan.bits, plan.depth, left, plan.scale_bits))!r} leaves it out" if left else ""
-        does = "fuses away" if line.state == "fused away" else "does not show here"
-        raise EngineError(f"plan {str(plan)!r} records {Kind(kind)}, which {line.path} {does}{rest}")
+        path = line.path or "this backend"
+        does = {"fused away": "fuses away", "not quantized": "does not quantize"}.get(line.state, "does not show here")
+        raise EngineError(f"plan {str(plan)!r} records {Kind(kind)}, which {path} {does}{rest}")

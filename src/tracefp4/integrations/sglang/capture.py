@@ -89,7 +89,7 @@ def make_capturer(*, model: Any, model_config: Any, num_tokens: int, max_running
     ours.quantization = model_config.quantization
     table = site_table(ours)
     logger.info("tracefp4 sites:\n%s", render_sites(table))
-    check_plan(ours.plan, table)
+    check_plan(ours.plan, table, observed=not ours.settings.emulate)
     schedule = get_schedule()
     chunk = schedule.chunked_prefill_size or 0
     prefill = chunk if chunk > 0 else schedule.max_prefill_tokens

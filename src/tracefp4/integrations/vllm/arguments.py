@@ -60,8 +60,15 @@ def block_size(page_size: int, device: str) -> int:
     return -(-page_size // unit) * unit
 
 
-def engine_arguments(folder: Path, told: Arguments, layout: ModelLayout) -> Any:
-    """``EngineArgs`` for the model in ``folder``."""
+def engine_arguments(folder: Path, told: Arguments, layout: ModelLayout, *, rows: bool = False) -> Any:
+    """``EngineArgs`` for the model in ``folder``.
+
+    Args:
+        folder: of the model.
+        told: sizes and options.
+        layout: of the model.
+        rows: whether recorded rows leave by vLLM's side channel for routes, and not by the KV connector.
+    """
     from vllm.config import KVTransferConfig, WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
@@ -84,12 +91,16 @@ def engine_arguments(folder: Path, told: Arguments, layout: ModelLayout) -> Any:
         "quantization": METHOD,
         "load_format": METHOD,
         "hf_overrides": {"quantization_config": {"quant_method": METHOD}},
-        "kv_transfer_config": KVTransferConfig(kv_connector=METHOD, kv_role="kv_both"),
         "weight_transfer_config": WeightTransferConfig(backend=METHOD),
         "worker_extension_cls": WORKER,
-        "disable_log_stats": True,
+        # The channel's frames learn of preemptions from vLLM's statistics.
+        "disable_log_stats": not rows,
         "seed": 0,
     }
+    if rows:
+        values["enable_return_routed_experts"] = True
+    else:
+        values["kv_transfer_config"] = KVTransferConfig(kv_connector=METHOD, kv_role="kv_both")
     return EngineArgs(**{**values, **told.options})
 
 
@@ -106,6 +117,7 @@ REFUSED: dict[str, str] = {
     "model": "the policy says which model is served",
     "logprobs_mode": "log-probabilities are those after temperature",
     "aux_output_config": "routes come with every rollout already",
+    "enable_return_routed_experts": "routes come with every rollout already",
 }
 """Engine arguments that cannot be given, and why."""
 

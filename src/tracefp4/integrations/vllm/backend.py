@@ -25,7 +25,8 @@ from tracefp4.integrations.engines.sites import render_sites
 from tracefp4.integrations.engines.weights import Names, skeleton
 from tracefp4.integrations.engines.wire import Failed, Finished, Parcel, Report, Sample
 from tracefp4.integrations.vllm.arguments import ENVIRONMENT, check_options, engine_arguments, read_arguments
-from tracefp4.integrations.vllm.native import site_table
+from tracefp4.integrations.vllm.attach import choose_carried
+from tracefp4.integrations.vllm.reader import FrameReader
 from tracefp4.integrations.vllm.session import recorder, session
 
 
@@ -64,10 +65,16 @@ class VLLMBackend:
 
         register()
         config = engine_arguments(folder, self.told, self._names.layout).create_engine_config()
-        self._llm: Any = LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        rows = choose_carried(config, self.told.device) == "rows"
+        if rows:
+            config = engine_arguments(folder, self.told, self._names.layout, rows=True).create_engine_config()
+        self._llm: Any = LLMEngine.from_vllm_config(config, disable_log_stats=not rows)
         self._facts = self._rpc("tracefp4_attach")
-        table = site_table(settings.spec, settings.plan, self.told.device)
-        logging.getLogger("vllm.tracefp4").info("sites:\n%s", render_sites(table))
+        self._reader: FrameReader | None = None
+        """Of the side channel; without, the connector gathers."""
+        if rows:
+            self._reader = FrameReader(self._names.layout, settings.spec, settings.plan, session().store)
+        logging.getLogger("vllm.tracefp4").info("sites:\n%s", render_sites(session().sites))
 
     def _rpc(self, method: str, *args: Any) -> Any:
         """Call a method of the worker."""
@@ -111,13 +118,23 @@ class VLLMBackend:
             return
         key = running.sample.key
         del self._running[key]
-        found = session().collected.pop(key, None)
+        found = self._collected(running, output)
         if any(value != value for value in running.logprobs):
             self._ended.append(Failed(f"the logits are NaN under weights of version {recorder().version}", key))
         elif completion.finish_reason not in ("stop", "length") or found is None:
             self._ended.append(Failed(f"it ended in vLLM with {completion.finish_reason!r}, its rows were lost", key))
         else:
             self._ended.append(self._finished(running, completion.finish_reason, found))
+
+    def _collected(self, running: _Running, output: Any) -> tuple[Collected, int] | None:
+        """Rows of a finished request, and how often it had been preempted; ``None`` if they were lost."""
+        sample, rows = running.sample, output.outputs[0].routed_experts
+        if self._reader is None:
+            return session().collected.pop(sample.key, None)
+        if rows is None:
+            return None
+        found = self._reader.read(rows, [*sample.tokens, *running.tokens], sample.key, guidance=sample.guidance)
+        return found, int(getattr(output.metrics, "num_preemptions", 0))
 
     def _finished(self, running: _Running, reason: Any, found: tuple[Collected, int] | None) -> Finished:
         routes = guidance = None
@@ -167,6 +184,8 @@ class VLLMBackend:
         if not self._llm.reset_prefix_cache():
             raise SyncError("vLLM did not empty its prefix cache, so old K and V could be used with new weights")
         self._llm.set_weight_version(str(version))
+        if self._reader is not None:
+            self._reader.new_weights(version)
         return self._rpc("tracefp4_digest")
 
     def report(self) -> Report:
@@ -176,7 +195,7 @@ class VLLMBackend:
             digest=self._rpc("tracefp4_digest"),
             version=found.recorder.version,
             formats=reported_formats(found.recorder, found.packed(), found.layers()),
-            sites=site_table(self.settings.spec, self.settings.plan, self.told.device),
+            sites=found.sites,
             facts=self._facts,
         )
 

@@ -1,6 +1,6 @@
-"""The production path of vLLM: our rows in the side channel that carries expert routes.
+"""Rows in the side channel that carries expert routes: the way out of vLLM's second model runner.
 
-vLLM's second model runner has a store for what a forward pass leaves behind a token. A *capturer* with a device buffer
+That runner has a store for what a forward pass leaves behind a token. A *capturer* with a device buffer
 fills it; rows are copied to the host with the step's other results, kept by the hash of each KV block, read again on a
 prefix hit, and returned with the output as ``routed_experts`` of shape ``(tokens - 1, ...)``. The store is generic:
 shape and dtype of a row come from the capturer alone (``shape_per_token``, ``output_dtype``). :class:`TraceCapturer`
@@ -8,9 +8,10 @@ says ``(bytes,)`` and ``uint8``, and a row holds routes and outcomes together::
 
     [ recorded sites of the plan | ticket: 4 | routes ]
 
-Rejected drafts, preemption, tensor parallel ranks and asynchronous copies are then handled as for routes. The reader
-turns the rows back into a record with :func:`unpack_rows`. The runner needs Triton and a GPU; packing and unpacking are
-tested, the class has not run, and the capability table says so.
+Rejected drafts, preemption, tensor parallel ranks and asynchronous copies are then handled as for routes. When a
+request ends, :mod:`tracefp4.integrations.vllm.reader` turns its rows into a frame. The runner needs Triton and a GPU;
+the wiring is tested with vLLM's own store and stand-ins for the rest, the runner has not run, and the capability table
+says so.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ import torch
 from torch import Tensor
 
 from tracefp4.errors import GuidanceCorrupt
+from tracefp4.integrations.engines.recorder import Recorder
+from tracefp4.integrations.vllm.attach import make_session, told_settings
 from tracefp4.rollout.capture import Capture
+
+_ORIGINAL = "tracefp4_original"
 
 
 def row_bytes(capture: Capture) -> int:
@@ -63,37 +68,43 @@ class TraceCapturer:
     """Stands in for vLLM's ``RoutedExpertsCapturer`` in its output worker.
 
     Args:
-        capture: the recorder's step buffer; ``max_num_batched_tokens`` rows.
-        layers: decoder layers with experts, in order; vLLM names a layer by its index.
+        recorder: whose step buffer has ``max_num_batched_tokens`` rows.
     """
 
     output_dtype = torch.uint8
     output_dtype_name = "uint8"
 
-    def __init__(self, capture: Capture, layers: tuple[int, ...]) -> None:
-        self._capture = capture
-        self._index = {layer: index for index, layer in enumerate(layers)}
-        self.shape_per_token = (row_bytes(capture),)
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.shape_per_token = (row_bytes(recorder.step),)
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
-        """What vLLM's routers call: the experts ``(T, top_k)`` of a layer."""
-        lines = torch.arange(topk_ids.shape[0], device=topk_ids.device)
-        self._capture.write_routes(self._index[layer_id], topk_ids, lines)
+        """What vLLM's routers call: the experts ``(T, top_k)`` of a decoder layer."""
+        self._recorder.route(layer_id, topk_ids)
 
     def snapshot_routing_data(self, num_tokens: int) -> Tensor:
         """A copy of the step's rows, taken on the main stream."""
-        return pack_rows(self._capture, num_tokens)
+        return pack_rows(self._recorder.step, num_tokens)
 
 
-def install(worker: Any, capturer: TraceCapturer) -> None:
-    """Let vLLM's output worker make its store and tails for our rows.
+def install_capturer(worker: Any) -> None:
+    """Let vLLM's output worker make its store and tails for our rows, where a model of ours is served.
 
     Args:
-        worker: the module ``vllm.distributed.aux_output_connector.worker``, before its connector is built.
-        capturer: what its connector is given instead of one of its own.
+        worker: the module ``vllm.distributed.aux_output_connector.worker``; again is harmless.
     """
+    original = worker.RoutedExpertsCapturer
+    if hasattr(original, _ORIGINAL):
+        return
 
-    def make(max_num_batched_tokens: int, vllm_config: Any) -> TraceCapturer:
-        return capturer
+    def make(max_num_batched_tokens: int, vllm_config: Any) -> Any:
+        told = told_settings(vllm_config)
+        if told is None:
+            return original(max_num_batched_tokens=max_num_batched_tokens, vllm_config=vllm_config)
+        device = torch.device(vllm_config.device_config.device)
+        block = vllm_config.cache_config.block_size
+        session = make_session(told, vllm_config, "rows", slots=0, block_size=block, device=device)
+        return TraceCapturer(session.recorder)
 
+    setattr(make, _ORIGINAL, original)
     worker.RoutedExpertsCapturer = make

@@ -23,8 +23,9 @@ from vllm.model_executor.utils import set_weight_attrs
 from tracefp4.core import Site
 from tracefp4.errors import EngineError, ModelError
 from tracefp4.formats.spec import Spec
+from tracefp4.guidance.rounding import round_nearest
 from tracefp4.integrations.engines.experts import EmulatedExperts
-from tracefp4.integrations.vllm.session import recorder
+from tracefp4.integrations.vllm.session import installed
 from tracefp4.models.sites import Operand
 
 WEIGHTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
@@ -89,7 +90,7 @@ class EmulatedMethod(FusedMoEMethodBase):
             return apply_moe_activation(layer.activation, out, gate_up)
 
         if self.experts is None:
-            self.experts = EmulatedExperts(layer_of(layer), self.spec.weights, _quantize, activate)
+            self.experts = EmulatedExperts(layer_of(layer), self.spec.weights, self._quantize, activate)
         self.experts.load(layer.w13_weight, layer.w2_weight)
 
     def apply(
@@ -104,8 +105,18 @@ class EmulatedMethod(FusedMoEMethodBase):
         """Routed experts of ``x (T, H)`` with gate values and ids ``(T, K)``; ``(T, H)`` in the dtype of ``x``."""
         if self.experts is None:
             raise EngineError(f"{layer.layer_name}: experts were called before their weights were loaded")
-        recorder().route(layer_of(layer), topk_ids)
+        _route(layer, topk_ids)
         return self.experts(x, topk_ids, topk_weights)
+
+    def _quantize(self, site: Site, x: Tensor, pairs: Tensor | None) -> Operand:
+        found, numerics = installed(), self.spec.for_kind(site.kind)
+        if found is not None:
+            return found.recorder.quantize(site, x, pairs)
+        if numerics is None:
+            return Operand(x, None)
+        # vLLM runs the model to measure memory before there is a recorder.
+        q = round_nearest(x, numerics)
+        return Operand(q.factor(), q.decode_scale())
 
 
 class PlainMethod(UnquantizedFusedMoEMethod):
@@ -135,9 +146,11 @@ class PlainMethod(UnquantizedFusedMoEMethod):
         shared_experts_input: Tensor | None = None,
     ) -> Tensor:
         """As vLLM's, with the routes recorded."""
-        recorder().route(layer_of(layer), topk_ids)
+        _route(layer, topk_ids)
         return super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
 
 
-def _quantize(site: Site, x: Tensor, pairs: Tensor | None) -> Operand:
-    return recorder().quantize(site, x, pairs)
+def _route(layer: Any, chosen: Tensor) -> None:
+    found = installed()
+    if found is not None:
+        found.recorder.route(layer_of(layer), chosen)

@@ -8,11 +8,50 @@ here, and the table says so.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tracefp4.core import Kind
 from tracefp4.formats.spec import Spec
 from tracefp4.guidance.plan import Plan
-from tracefp4.integrations.engines.wire import SiteLine
+from tracefp4.integrations.engines.sites import CACHE, observed_lines, path_lines
+from tracefp4.integrations.engines.wire import SiteLine, State
+from tracefp4.integrations.vllm.binding import find
+
+_LAYERS = "vllm.model_executor.layers"
+_MOE = f"{_LAYERS}.fused_moe"
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A function of vLLM, and the wrapper that is put around it."""
+
+    target: str
+    """``module:attribute``, where it is defined."""
+    method: str
+    """Of :class:`~tracefp4.integrations.vllm.observe.Watch`."""
+
+
+EXPERTS = (
+    Hook(f"{_MOE}.routed_experts:RoutedExperts.forward_modular", "experts"),
+    Hook(f"{_MOE}.routed_experts:RoutedExperts.forward_monolithic", "experts"),
+)
+"""What every path passes through."""
+LOADED = Hook(f"{_MOE}.oracle.nvfp4:convert_to_nvfp4_moe_kernel_format", "loaded")
+"""Where weights take their kernel's layout."""
+_INPUT = (Hook(f"{_MOE}.utils:moe_kernel_quantize_input", "quantize_input"),)
+_PER_TOKEN = (Hook(f"{_LAYERS}.quantization.utils.flashinfer_utils:quantize_nvfp4_per_token_input", "per_token"),)
+_CUTLASS = (
+    Hook("vllm._custom_ops:get_cutlass_moe_mm_data", "order"),
+    Hook("vllm._custom_ops:scaled_fp4_experts_quant", "sorted_input"),
+    Hook("vllm._custom_ops:silu_and_mul_scaled_fp4_experts_quant", "sorted_middle"),
+)
+_BATCHED = f"{_MOE}.experts.flashinfer_cutedsl_batched_moe"
+_MASKED = (
+    Hook(f"{_MOE}.prepare_finalize.deepep_ll:DeepEPLLPrepareAndFinalize.prepare_async", "dispatched"),
+    Hook(f"{_BATCHED}:flashinfer_cutedsl_moe_masked", "masked"),
+    Hook(f"{_BATCHED}:scaled_fp4_grouped_quantize", "masked_input"),
+    Hook(f"{_BATCHED}:silu_and_mul_scaled_nvfp4_experts_quantize", "masked_middle"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,51 +59,93 @@ class Path:
     """One way in which vLLM computes routed experts in FP4."""
 
     name: str
-    """Value of ``--moe-backend``."""
-    enters: bool
-    """Whether the experts' input is quantized outside of a kernel."""
-    middle: bool
-    """The same for the input of the down projection."""
+    """Value of ``--moe-backend``, and what else selects it."""
+    backend: str
+    """Member of vLLM's ``NvFp4MoeBackend``; empty: another method."""
+    hooks: tuple[Hook, ...]
+    """Quantizers of the experts' input outside of a kernel; none: inside."""
+    middle: State
+    """What becomes of the input of the down projection."""
     note: str
+    per_token: bool = False
+    """Whether each token has a global scale of its own."""
 
 
 PATHS: tuple[Path, ...] = (
-    Path("emulation", True, True, "fused_moe.utils:moe_kernel_quantize_input, both inputs; one scalar global scale"),
+    Path("emulation", "EMULATION", _INPUT, "expected, not run", "both inputs; one scalar global scale"),
+    Path("cutlass", "VLLM_CUTLASS", _CUTLASS, "expected, not run", "rows sorted by expert, a scale for each"),
     Path(
-        "cutlass", True, True, "scaled_fp4_experts_quant, silu_and_mul_scaled_fp4_experts_quant; rows sorted by expert"
+        "flashinfer_cutedsl batched",
+        "FLASHINFER_CUTEDSL_BATCHED",
+        _MASKED,
+        "expected, not run",
+        "rows by expert behind DeepEP's low latency dispatch; on one rank",
     ),
-    Path("flashinfer_cutedsl batched", True, True, "grouped rows, scales by expert"),
-    Path("flashinfer_trtllm", True, False, "SwiGLU and its rounding inside the kernel"),
-    Path("flashinfer_cutlass", False, False, "takes bfloat16 and rounds inside"),
-    Path("deep_gemm mega", False, False, "rounds at dispatch, and inside"),
-    Path("marlin", False, False, "W4A16: activations are not quantized at all; the default below Blackwell"),
+    Path("flashinfer_trtllm", "FLASHINFER_TRTLLM", _INPUT, "fused away", "SwiGLU and its rounding inside the kernel"),
+    Path(
+        "flashinfer_trtllm, nvfp4_per_token",
+        "FLASHINFER_TRTLLM",
+        _PER_TOKEN,
+        "fused away",
+        "one FP32 scale a token",
+        per_token=True,
+    ),
+    Path("flashinfer_cutedsl", "FLASHINFER_CUTEDSL", _INPUT, "fused away", "the rest inside the wrapper"),
+    Path(
+        "flashinfer_cutedsl, nvfp4_per_token",
+        "FLASHINFER_CUTEDSL",
+        _PER_TOKEN,
+        "fused away",
+        "one FP32 scale a token",
+        per_token=True,
+    ),
+    Path("flashinfer_cutlass", "FLASHINFER_CUTLASS", _INPUT, "fused away", "scales in tiles; the rest inside"),
+    Path("flashinfer_moe_ep_cutedsl", "FLASHINFER_MOE_EP_CUTEDSL", (), "fused away", "rounds at dispatch, and inside"),
+    Path("deep_gemm mega", "", (), "fused away", "rounds at dispatch, and inside"),
+    Path("marlin", "MARLIN", (), "not quantized", "W4A16: no activation is quantized; the default below Blackwell"),
 )
+
+HOOKS: tuple[Hook, ...] = tuple({hook.target: hook for path in PATHS for hook in path.hooks}.values())
+"""Every quantizer, once."""
 
 
 def native_lines() -> list[SiteLine]:
     """The table of vLLM's own paths."""
-    lines = []
-    for path in PATHS:
-        for kind, shown in ((Kind.EXPERTS_IN, path.enters), (Kind.EXPERTS_MID, path.middle)):
-            state = "expected, not run" if shown else "fused away"
-            lines.append(
-                SiteLine(
-                    str(kind), path.name, shown, shown, "not quantized" if path.name == "marlin" else state, path.note
-                )
-            )
+    lines = [line for path in PATHS for line in path_lines(path.name, bool(path.hooks), path.middle, path.note)]
     for kind in (Kind.K, Kind.V):
-        note = "packed codes and scales lie in the cache's pages; V swizzled for trtllm-gen attention"
-        lines.append(SiteLine(str(kind), "--kv-cache-dtype nvfp4", True, True, "expected, not run", note))
+        note = "codes and scales lie in the cache's pages, V swizzled for trtllm-gen attention; they are not read"
+        lines.append(SiteLine(str(kind), CACHE, False, False, "not bound", note))
     return lines
 
 
-def site_table(spec: Spec, plan: Plan | None, device: str) -> list[SiteLine]:
-    """What this process records.
+def running_path(method: Any) -> str:
+    """Name of the path that vLLM's quantization method of a layer takes; empty for one that is not in the table."""
+    backend = getattr(getattr(method, "nvfp4_backend", None), "name", None)
+    per_token = bool(getattr(method, "per_token_activation", False))
+    fits = [path.name for path in PATHS if path.backend == backend and path.per_token == per_token]
+    return fits[0] if fits else ""
+
+
+def available() -> list[str]:
+    """Targets of :data:`HOOKS` that can be imported here."""
+    return [hook.target for hook in HOOKS if find(hook.target) is not None]
+
+
+def observed(running: str) -> list[SiteLine]:
+    """The table of a process whose own kernels compute, on the path ``running``."""
+    bound = available()
+    missing = {path.name for path in PATHS if any(hook.target not in bound for hook in path.hooks)}
+    return observed_lines(native_lines(), running, missing)
+
+
+def site_table(spec: Spec, plan: Plan | None, device: str, carried: str = "") -> list[SiteLine]:
+    """What this process records in our own arithmetic.
 
     Args:
         spec: what is quantized.
         plan: what is recorded.
         device: of the model. K and V are rounded by our attention backend, which there is for a CPU only.
+        carried: how rows leave the model's process, for people.
     """
     planned = set() if plan is None else set(plan.kinds)
     lines = []
@@ -72,12 +153,9 @@ def site_table(spec: Spec, plan: Plan | None, device: str) -> list[SiteLine]:
         numerics = spec.for_kind(kind)
         if numerics is None:
             lines.append(SiteLine(str(kind), "emulation", False, False, "not quantized"))
-        elif numerics.element != "e2m1":
-            lines.append(
-                SiteLine(str(kind), "emulation", False, True, "not quantized", f"{numerics.name}: no FP4 codes")
-            )
-        else:
-            state = "recorded" if kind in planned else "not planned"
-            run = state if device == "cpu" else "expected, not run"
-            lines.append(SiteLine(str(kind), "emulation", True, True, run, numerics.name))
+            continue
+        state = "recorded" if kind in planned else "not planned"
+        run = state if device == "cpu" else "expected, not run"
+        note = "; ".join(part for part in (numerics.name, carried) if part)
+        lines.append(SiteLine(str(kind), "emulation", True, True, run, note))
     return lines

@@ -6,6 +6,9 @@ attention backend, which takes the name of the CPU's own, behaves as that does f
 
 from __future__ import annotations
 
+from tracefp4.integrations.engines.recorder import Recorder
+from tracefp4.integrations.engines.settings import active_settings
+
 METHOD = "tracefp4"
 """Name of the quantization method, the load format, the connector and the weight transfer backend."""
 BACKEND = "tracefp4.integrations.vllm.attention.TraceAttentionBackend"
@@ -31,3 +34,30 @@ def register() -> None:
         KVConnectorFactory.register_connector(METHOD, "tracefp4.integrations.vllm.connector", "TraceConnector")
     if METHOD not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(METHOD, "tracefp4.integrations.vllm.transfer", "FileTransferEngine")
+    _carry_rows()
+    settings = active_settings()
+    if settings is not None and not settings.emulate:
+        _observe()
+
+
+def _carry_rows() -> None:
+    """Offer our rows to the side channel of the second model runner, which asks only where that runs."""
+    from vllm.distributed.aux_output_connector import worker
+
+    from tracefp4.integrations.vllm.capturer import install_capturer
+
+    install_capturer(worker)
+
+
+def _observe() -> None:
+    """VLLM has kernels of its own for the spec: look on."""
+    from tracefp4.integrations.vllm.binding import bind
+    from tracefp4.integrations.vllm.native import EXPERTS, HOOKS, LOADED
+    from tracefp4.integrations.vllm.observe import Watch
+    from tracefp4.integrations.vllm.session import installed
+
+    def recorder() -> Recorder | None:
+        found = installed()
+        return None if found is None else found.recorder
+
+    bind((*EXPERTS, *HOOKS, LOADED), Watch(recorder))

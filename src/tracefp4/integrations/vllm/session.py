@@ -14,6 +14,8 @@ from tracefp4.errors import EngineError
 from tracefp4.guidance.store import Store
 from tracefp4.integrations.engines.experts import EmulatedExperts
 from tracefp4.integrations.engines.recorder import Collected, Recorder
+from tracefp4.integrations.engines.weights import Names
+from tracefp4.integrations.engines.wire import SiteLine
 from tracefp4.integrations.vllm.plugin import WORKER
 from tracefp4.models.packing import PackedWeight
 
@@ -27,8 +29,14 @@ class Session:
     """Where frames and routes go."""
     block_size: int
     """Tokens a block of vLLM's KV cache."""
-    experts: Mapping[int, EmulatedExperts | None]
+    names: Names
+    """Of the trainer's tensors."""
+    carried: str = "connector"
+    """How rows leave this process; see :mod:`tracefp4.integrations.vllm.attach`."""
+    experts: Mapping[int, EmulatedExperts | None] = field(default_factory=dict)
     """By layer; ``None`` where vLLM's own kernels compute them."""
+    sites: list[SiteLine] = field(default_factory=list)
+    """The capability table of what runs."""
     collected: dict[str, tuple[Collected, int]] = field(default_factory=dict)
     """Rows of finished requests by key, and how often each had been preempted, until the host takes them."""
 
@@ -48,6 +56,11 @@ _installed: list[Session] = []
 def install(found: Session | None) -> None:
     """Make ``found`` the session of this process; ``None`` takes it off."""
     _installed[:] = [] if found is None else [found]
+
+
+def installed() -> Session | None:
+    """The session of this process, ``None`` before there is one."""
+    return _installed[0] if _installed else None
 
 
 def session() -> Session:

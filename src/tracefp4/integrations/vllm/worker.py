@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tracefp4.errors import EngineError
-from tracefp4.guidance.file_store import FileStore
-from tracefp4.integrations.engines.recorder import Recorder
-from tracefp4.integrations.engines.weights import Names, Served, skeleton
-from tracefp4.integrations.vllm.arguments import check_layout
-from tracefp4.integrations.vllm.experts import WEIGHTS, EmulatedMethod, PlainMethod, layer_of
-from tracefp4.integrations.vllm.quantization import TraceConfig
+from tracefp4.integrations.engines.settings import EngineSettings
+from tracefp4.integrations.engines.sites import check_plan
+from tracefp4.integrations.engines.weights import Served
+from tracefp4.integrations.engines.wire import SiteLine
+from tracefp4.integrations.vllm.attach import SAID, make_session, told_settings
+from tracefp4.integrations.vllm.experts import WEIGHTS, layer_of
+from tracefp4.integrations.vllm.native import observed, running_path, site_table
 from tracefp4.integrations.vllm.rewind import mark_generators
-from tracefp4.integrations.vllm.session import Session, install, session
+from tracefp4.integrations.vllm.session import Session, install, installed, session
+from tracefp4.integrations.vllm.stored import stored_experts
 
 
 class TraceWorker:
@@ -39,35 +42,35 @@ class TraceWorker:
         """
         from vllm._version import __version__
 
-        config = self.vllm_config.quant_config
-        if not isinstance(config, TraceConfig):
+        told, cache = told_settings(self.vllm_config), self.vllm_config.cache_config
+        if told is None:
             raise EngineError("the model was not loaded with quantization 'tracefp4'; see docs/vllm.md")
-        told, cache = config.settings, self.vllm_config.cache_config
-        names = Names(skeleton(told.model))
-        check_layout(names.layout)
-        store = FileStore(told.folder)
-        slots = self.model_runner.kv_cache_config.num_blocks * cache.block_size
-        recorder = Recorder(
-            names.layout,
-            told.spec,
-            told.plan,
-            store,
-            slots=slots,
-            step_tokens=self.vllm_config.scheduler_config.max_num_batched_tokens,
-            dtype=self.vllm_config.model_config.dtype,
-            device=self.device,
-        )
+        found, slots = installed(), self.model_runner.kv_cache_config.num_blocks * cache.block_size
+        if found is None:
+            # With the side channel, vLLM's output worker has made it already.
+            sizes = {"slots": slots, "block_size": cache.block_size, "device": torch.device(self.device)}
+            found = make_session(told, self.vllm_config, "connector", **sizes)
         model: nn.Module = self.model_runner.get_model()
-        install(Session(recorder, store, cache.block_size, _experts(model)))
-        self.tracefp4_names = names
-        self.tracefp4_hooks = _watch(model, recorder, self.model_runner)
+        found.experts = _experts(model)
+        found.sites = self._sites(told, found, model)
+        check_plan(told.plan, found.sites, observed=not told.emulate)
+        self.tracefp4_hooks = _watch(model, found, self.model_runner)
         return {
             "vllm": __version__,
             "attention": type(_attention(self.model_runner)).__name__,
             "slots": slots,
             "block_size": cache.block_size,
-            "recorder_bytes": recorder.nbytes,
+            "carried": found.carried,
+            "recorder_bytes": found.recorder.nbytes,
         }
+
+    def _sites(self, told: EngineSettings, found: Session, model: nn.Module) -> list[SiteLine]:
+        """The capability table of what runs."""
+        if not told.emulate:
+            methods = [method for _, method in _experts_modules(model).values()]
+            return observed(running_path(methods[0]) if methods else "")
+        said = SAID["rows" if found.carried == "rows" else "connector"]
+        return site_table(told.spec, told.plan, found.recorder.device.type, said)
 
     def tracefp4_digest(self) -> str:
         """Checksum of the served weights; the trainer's :func:`~tracefp4.models.packing.model_digest` is equal."""
@@ -76,7 +79,13 @@ class TraceWorker:
         # A bias that vLLM widened for its kernel holds the same numbers.
         dtype = self.vllm_config.model_config.dtype
         parameters = {n: p.to(dtype) if n.endswith(".bias") else p for n, p in parameters.items()}
-        return Served(self.tracefp4_names, parameters, session().packed(), _stacked(model)).digest()
+        names, packed, stacked = session().names, session().packed(), {}
+        for layer, (module, method) in _experts_modules(model).items():
+            kept = stored_experts(module, method)
+            packed |= {(layer, name): names.packed(layer, name, weight, session().recorder.spec)
+                       for name, weight in kept.items()}  # fmt: skip
+            stacked |= {} if kept else {(layer, name): weight for name, weight in _loaded(module).items()}
+        return Served(names, parameters, packed, stacked).digest()
 
     def tracefp4_detach(self) -> None:
         """Undo :meth:`tracefp4_attach`."""
@@ -86,28 +95,21 @@ class TraceWorker:
         install(None)
 
 
-def _methods(model: nn.Module) -> dict[int, tuple[nn.Module, EmulatedMethod | PlainMethod]]:
+def _experts_modules(model: nn.Module) -> dict[int, tuple[nn.Module, Any]]:
     """Experts modules by decoder layer, with their methods."""
-    found = {}
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, EmulatedMethod | PlainMethod):
-            found[layer_of(module)] = module, method
-    return found
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    return {layer_of(m): (m, m.quant_method) for m in model.modules() if isinstance(m, RoutedExperts)}
 
 
 def _experts(model: nn.Module) -> dict[int, Any]:
-    return {layer: getattr(method, "experts", None) for layer, (_, method) in _methods(model).items()}
+    return {layer: getattr(method, "experts", None) for layer, (_, method) in _experts_modules(model).items()}
 
 
-def _stacked(model: nn.Module) -> dict[tuple[int, str], Any]:
-    """Loaded expert weights by layer and projection."""
-    found = {}
-    for layer, (module, _) in _methods(model).items():
-        loaded = getattr(module, "tracefp4_loaded", {})
-        for ours, theirs in WEIGHTS.items():
-            found[layer, ours] = loaded.get(theirs, getattr(module, theirs)).data
-    return found
+def _loaded(module: nn.Module) -> dict[str, Tensor]:
+    """Loaded expert weights by projection."""
+    kept = getattr(module, "tracefp4_loaded", {})
+    return {ours: kept.get(theirs, getattr(module, theirs)).data for ours, theirs in WEIGHTS.items()}
 
 
 def _attention(runner: Any) -> Any:
@@ -115,24 +117,31 @@ def _attention(runner: Any) -> Any:
     return next((layer.impl for layer in layers if hasattr(layer, "impl")), None)
 
 
-def _watch(model: nn.Module, recorder: Recorder, runner: Any) -> list[Any]:
+def _watch(model: nn.Module, found: Session, runner: Any) -> list[Any]:
     """Tell the recorder of every forward pass. The hooks run inside vLLM's forward context."""
     from vllm.forward_context import get_forward_context
 
+    recorder = found.recorder
     cpu = recorder.device.type == "cpu"
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mappings: Any = get_forward_context().slot_mapping
         if not mappings:
             return  # A profiling run, which writes no KV.
-        slots = next(iter(mappings.values()))
+        positions, tokens = kwargs["positions"], kwargs["input_ids"]
+        if found.carried == "rows":
+            # Rows are in the order of the batch; vLLM's snapshot takes as many as are real.
+            slots = torch.arange(positions.shape[0], device=recorder.device)
+        else:
+            slots = next(iter(mappings.values()))
         count = slots.numel()
-        recorder.begin(slots, kwargs["positions"][:count], kwargs["input_ids"][:count])
+        recorder.begin(slots, positions[:count], tokens[:count])
         if cpu:
             mark_generators(runner)
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
-        recorder.keep(recorder.end())
+        if found.carried != "rows":
+            recorder.keep(recorder.end())
 
     return [
         model.register_forward_pre_hook(before, with_kwargs=True),

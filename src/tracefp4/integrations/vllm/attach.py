@@ -1,0 +1,98 @@
+"""The recorder of a vLLM process: what it is told, and how it is made for one of two ways out.
+
+Rows leave the model's process in one of two ways (:data:`Carried`)::
+
+    connector   rows by KV slot in a mirror; the KV connector gathers them before a request's blocks are freed
+    rows        the side channel that vLLM's second model runner has for expert routes carries them, block by block
+
+The first needs scheduler and worker in one process and is what runs on a CPU. The second is made for production:
+asynchronous copies, tensor parallel ranks, frontends elsewhere. It is chosen where the second model runner runs on a
+GPU, and is announced in the capability table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tracefp4.core import Kind
+from tracefp4.errors import EngineError
+from tracefp4.guidance.file_store import FileStore
+from tracefp4.integrations.engines.recorder import Recorder
+from tracefp4.integrations.engines.settings import EngineSettings, active_settings
+from tracefp4.integrations.engines.weights import Names, skeleton
+from tracefp4.integrations.vllm.arguments import check_layout
+from tracefp4.integrations.vllm.session import Session, install
+from tracefp4.rollout.pool import StoredKV
+
+Carried = Literal["connector", "rows"]
+"""How rows leave the model's process."""
+
+SAID: dict[Carried, str] = {"connector": "rows by KV slot", "rows": "rows in vLLM's routed-experts channel"}
+"""The same in words, for the capability table."""
+
+
+class UnreadCache:
+    """In place of a pool where vLLM has an FP4 cache of its own, whose pages are not read."""
+
+    def stored(self, layers: Sequence[int], kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Refuse: a plan with K or V was refused before."""
+        raise EngineError(f"layer {layers[0]}: {kind} lies in vLLM's own FP4 cache, which is not read")
+
+
+def told_settings(vllm_config: Any) -> EngineSettings | None:
+    """What a vLLM process is told: by our quantization method, or by the settings file if it is only watched.
+
+    Returns:
+        ``None`` for a model that is none of ours.
+    """
+    from tracefp4.integrations.vllm.quantization import TraceConfig
+
+    if isinstance(vllm_config.quant_config, TraceConfig):
+        return vllm_config.quant_config.settings
+    settings = active_settings()
+    return None if settings is None or settings.emulate else settings
+
+
+def choose_carried(vllm_config: Any, device: str) -> Carried:
+    """The side channel where vLLM has it, the connector elsewhere."""
+    return "rows" if device != "cpu" and vllm_config.use_v2_model_runner else "connector"
+
+
+def make_session(
+    told: EngineSettings, vllm_config: Any, carried: Carried, *, slots: int, block_size: int, device: torch.device
+) -> Session:
+    """Build recorder and store of this process, and install them.
+
+    Args:
+        told: settings.
+        vllm_config: vLLM's own.
+        carried: how rows leave.
+        slots: KV slots; 0 if rows leave by the side channel, which needs no mirror.
+        block_size: tokens a block.
+        device: of the model.
+
+    Raises:
+        EngineError: a model that cannot be recorded.
+    """
+    names = Names(skeleton(told.model))
+    check_layout(names.layout)
+    store = FileStore(told.folder)
+    pool: StoredKV | None = None if told.emulate or told.spec.kv is None else UnreadCache()
+    recorder = Recorder(
+        names.layout,
+        told.spec,
+        told.plan,
+        store,
+        slots=slots,
+        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        dtype=vllm_config.model_config.dtype,
+        device=device,
+        pool=pool,
+    )
+    session = Session(recorder, store, block_size, names, carried)
+    install(session)
+    return session
