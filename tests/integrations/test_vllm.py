@@ -20,7 +20,7 @@ from tracefp4.guidance.frame import decode
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.integrations.engines.recorder import Recorder
-from tracefp4.integrations.engines.settings import EngineSettings
+from tracefp4.integrations.engines.settings import VARIABLE, EngineSettings, dump_spec
 from tracefp4.integrations.engines.sites import check_plan
 from tracefp4.integrations.vllm import capturer, native
 from tracefp4.integrations.vllm.arguments import block_size, check_layout, check_options, read_arguments
@@ -329,6 +329,102 @@ def test_rows_pass_through_vllms_own_store_and_a_prefix_hit_finds_them(monkeypat
     assert one.invalid_rows == two.invalid_rows == 0
     assert np.array_equal(rows[:4], again[:4])
     assert bytes(store.get(two.guidance)) == bytes(store.get(by_slot(store, ((0, 4), (4, 6))).guidance))
+
+
+@needs_vllm
+@pytest.mark.engine
+def test_a_watched_model_is_recorded_from_the_capturer_to_the_frame(tmp_path, monkeypatch):
+    """Plugin, output worker, worker extension, backend and reader, with a stand-in for vLLM's model and its runner."""
+    from tracefp4.integrations.vllm import backend as hosted
+    from tracefp4.integrations.vllm import session as sessions
+    from tracefp4.integrations.vllm.worker import TraceWorker
+
+    folder = tmp_path / "model"
+    tiny_model("qwen3_moe").save_pretrained(folder)
+    spec, plan = get_spec("nvfp4-w4a4", "nvfp4-flashinfer-fast"), Plan.parse("r1-all:experts+mid")
+    settings = EngineSettings(
+        model=str(folder), folder=str(tmp_path / "frames"), deployed=dump_spec(spec), planned=str(plan), emulate=False
+    )
+    (tmp_path / "frames").mkdir()
+    settings.write(tmp_path / "settings.json")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "settings.json"))
+    config = types.SimpleNamespace(
+        quant_config=None,
+        device_config=types.SimpleNamespace(device="cpu"),
+        cache_config=types.SimpleNamespace(block_size=16),
+        scheduler_config=types.SimpleNamespace(max_num_batched_tokens=8),
+        model_config=types.SimpleNamespace(dtype=torch.bfloat16),
+    )
+    module = types.SimpleNamespace(RoutedExpertsCapturer=object)
+    install_capturer(module)
+    made = module.RoutedExpertsCapturer(max_num_batched_tokens=8, vllm_config=config)
+    experts = importlib.import_module(f"{MOE}.routed_experts").RoutedExperts
+    watch = Watch(lambda: sessions.installed().recorder)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            backend = types.SimpleNamespace(name="EMULATION")
+            for layer in LAYOUT.moe_layers:
+                part = experts.__new__(experts)
+                torch.nn.Module.__init__(part)
+                part.layer_name = f"model.layers.{layer}.mlp.experts"
+                part.quant_method = types.SimpleNamespace(nvfp4_backend=backend)
+                self.add_module(f"experts{layer}", part)
+
+        def forward(self, input_ids, positions):
+            for layer in LAYOUT.moe_layers:
+                made.capture(layer, EXPERTS_CHOSEN[:1].expand(len(input_ids), -1))
+                with watch.looker.inside(layer):
+                    for width, rows in ((LAYOUT.hidden, 1), (LAYOUT.intermediate, LAYOUT.top_k)):
+                        x = torch.randn(len(input_ids) * rows, width).bfloat16()
+                        watch.quantize_input(
+                            moe_kernel_quantize_input, x, torch.ones(1), "nvfp4", False, quantization_emulation=True
+                        )
+
+    model = Model()
+    runner = types.SimpleNamespace(
+        get_model=lambda: model,
+        kv_cache_config=types.SimpleNamespace(num_blocks=4),
+        compilation_config=types.SimpleNamespace(static_forward_context={}),
+    )
+    worker = TraceWorker()
+    worker.model_runner, worker.vllm_config, worker.device = runner, config, "cpu"
+    monkeypatch.setattr("tracefp4.integrations.vllm.worker.mark_generators", lambda runner: None)
+    context = types.SimpleNamespace(slot_mapping={})
+    monkeypatch.setattr("vllm.forward_context.get_forward_context", lambda: context)
+    facts = worker.tracefp4_attach()
+    try:
+        assert facts["carried"] == "rows"
+        sites = {line.site: (line.path, line.state) for line in sessions.session().sites}
+        assert sites["experts_mid"] == ("emulation", "expected, not run")
+        assert sites["k"] == ("--kv-cache-dtype nvfp4", "not bound")
+        rows = []
+        for first, last in ((0, 4), (4, 6)):
+            # vLLM pads a batch; what lies behind the real tokens is not taken.
+            tokens = torch.tensor([*TOKENS[first:last], 0, 0])
+            context.slot_mapping = {"layer": torch.full((len(tokens),), -1)}
+            model(input_ids=tokens, positions=torch.arange(first, first + len(tokens)))
+            rows.append(made.snapshot_routing_data(last - first).numpy())
+        backend = hosted.VLLMBackend.__new__(hosted.VLLMBackend)
+        store = sessions.session().store
+        backend._reader = FrameReader(LAYOUT, spec, plan, store)
+        sample = types.SimpleNamespace(key="mine", tokens=TOKENS[:4], guidance=True)
+        output = types.SimpleNamespace(
+            outputs=[types.SimpleNamespace(routed_experts=np.concatenate(rows))],
+            metrics=types.SimpleNamespace(num_preemptions=2),
+        )
+        running = hosted._Running(sample, "internal", tokens=TOKENS[4:])
+        found, preemptions = backend._collected(running, output)
+        assert (found.invalid_rows, found.rows, preemptions) == (0, 6, 2)
+        record = decode(store.get(found.guidance))
+        assert len(record.sites) == 2 * len(LAYOUT.moe_layers)
+        assert found.routes[:, 0].tolist() == [[5, 0]] * 6
+        output.outputs[0].routed_experts = None
+        assert backend._collected(running, output) is None
+    finally:
+        worker.tracefp4_detach()
+    assert sessions.installed() is None
 
 
 @needs_vllm
