@@ -17,6 +17,9 @@ in the process that runs the model meets three tensors on the way and hands them
 ``weights``               names of a checkpoint for the trainer's tensors, and the checksum of what an engine serves
 ``options``               options that users give an engine under its own names, and which are refused
 ``handover``              frames and routes from the engine's process to the trainer's; a message carries a handle only
+``looking``               looking on where an engine's own kernels round: codes are read, nothing is computed
+``layouts``               layouts of FP4 kernels, undone: tiles of scales, rows that were moved
+``stored``                experts that an engine keeps in FP4 itself, read back for the checksum
 ``sites``                 which site which quantization path exposes: the capability table
 ``coverage``              the coverage table of an engine, from what its plugin really bound
 ``wire``                  messages between the trainer's process and the one that hosts an engine

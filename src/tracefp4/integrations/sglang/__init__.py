@@ -16,6 +16,7 @@ overlap scheduling, CUDA graphs. A request turns recording on with one option, `
 ["tracefp4"]``, and its reply carries a handle in ``meta_info["tracefp4"]``; the bytes lie in a shared folder.
 
 ``engine`` makes a :class:`tracefp4.rollout.engine.Engine` of it, found under the entry point ``sglang``; ``backend``
-runs in the process that hosts SGLang. ``native`` lists the quantization paths of Blackwell. ``docs/sglang.md`` is the
-user guide. Modules below import SGLang inside functions, or are loaded by SGLang's own processes alone.
+runs in the process that hosts SGLang. ``native`` lists the quantization paths of Blackwell, ``observe`` watches them,
+``stored`` reads SGLang's own packed experts back. ``docs/sglang.md`` is the user guide. Modules below import SGLang
+inside functions, or are loaded by SGLang's own processes alone.
 """
