@@ -25,6 +25,7 @@ from tracefp4.integrations.engines.weights import Served
 from tracefp4.integrations.sglang.native import native_lines, site_table
 from tracefp4.integrations.sglang.stored import PARTS, stored_experts
 from tracefp4.integrations.sglang.worker import layer_of, worker
+from tracefp4.models.packing import PackedWeight
 
 LOADER = "tracefp4.integrations.sglang.refit.load_file"
 """Name of the loader, for ``custom_weight_loader`` and ``load_format``."""
@@ -63,31 +64,31 @@ def report(scheduler: Any, path: str) -> None:
     """
     ours = worker()
     model = scheduler.tp_worker.model_runner.model
+    packed, stacked = ours.packed(), dict[tuple[int, str], Tensor]()
     digest, fault = "", ""
     try:
-        digest = _served(model).digest()
+        _read(model, packed, stacked)
+        digest = Served(ours.names, dict(model.named_parameters(remove_duplicate=False)), packed, stacked).digest()
     except SyncError as error:
         fault = str(error)
-    packed = [(layer, name) for layer, experts in sorted(ours.experts.items()) for name in sorted(experts.packed)]
     emulated = sorted(set(ours.experts) | ours.routers)
     table = {
         "digest": digest,
         "fault": fault,
         "version": ours.recorder.version,
-        "formats": reported_formats(ours.recorder, packed, emulated),
+        "formats": reported_formats(ours.recorder, sorted(packed), emulated),
         "sites": [[x.site, x.path, x.codes, x.scales, x.state, x.note] for x in site_table(ours) + native_lines()],
         "bytes": ours.recorder.nbytes,
     }
     Path(path).write_text(json.dumps(table), encoding="utf-8")
 
 
-def _served(model: Any) -> Served:
+def _read(model: Any, packed: dict[tuple[int, str], PackedWeight], stacked: dict[tuple[int, str], Tensor]) -> None:
+    """Add experts that SGLang keeps in FP4 itself to ``packed``, and all others to ``stacked``."""
     ours = worker()
-    packed = {(layer, name): weight for layer, e in ours.experts.items() for name, weight in e.packed.items()}
-    stacked: dict[tuple[int, str], Tensor] = {}
     for module in model.modules():
-        weights = getattr(module, "w13_weight", None), getattr(module, "w2_weight", None)
-        if weights[0] is None or weights[1] is None:
+        weights: list[Any] = [getattr(module, f"{part}_weight", None) for part in PARTS.values()]
+        if any(weight is None for weight in weights):
             continue
         kept = stored_experts(module)
         for projection, weight in zip(PARTS, weights, strict=True):
@@ -96,4 +97,3 @@ def _served(model: Any) -> Served:
                 packed[key] = ours.names.packed(*key, kept[projection], ours.spec)
             else:
                 stacked[key] = weight.detach()
-    return Served(ours.names, dict(model.named_parameters(remove_duplicate=False)), packed, stacked)

@@ -19,6 +19,7 @@ from tracefp4.integrations.engines.experts import EmulatedExperts
 from tracefp4.integrations.engines.recorder import Recorder
 from tracefp4.integrations.engines.settings import EngineSettings, active_settings
 from tracefp4.integrations.engines.weights import Names, skeleton
+from tracefp4.models.packing import PackedWeight
 from tracefp4.models.sites import Operand
 from tracefp4.rollout.pool import StoredKV
 
@@ -78,6 +79,10 @@ class Worker:
             pool=pool,
         )
         return self._recorder
+
+    def packed(self) -> dict[tuple[int, str], PackedWeight]:
+        """Expert weights that were packed here, by layer and projection."""
+        return {(layer, name): weight for layer, e in self.experts.items() for name, weight in e.packed.items()}
 
     def quantize(self, site: Site, x: Tensor, pairs: Tensor | None) -> Operand:
         """See :meth:`Recorder.quantize`."""

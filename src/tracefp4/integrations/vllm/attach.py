@@ -21,6 +21,8 @@ from torch import Tensor
 from tracefp4.core import Kind
 from tracefp4.errors import EngineError
 from tracefp4.guidance.file_store import FileStore
+from tracefp4.guidance.memory_store import MemoryStore
+from tracefp4.guidance.store import Store
 from tracefp4.integrations.engines.recorder import Recorder
 from tracefp4.integrations.engines.settings import EngineSettings, active_settings
 from tracefp4.integrations.engines.weights import Names, skeleton
@@ -80,7 +82,8 @@ def make_session(
     """
     names = Names(skeleton(told.model))
     check_layout(names.layout)
-    store = FileStore(told.folder)
+    # With the side channel frames are made where outputs are read, and a folder has one writer.
+    store: Store = FileStore(told.folder) if carried == "connector" else MemoryStore()
     pool: StoredKV | None = None if told.emulate or told.spec.kv is None else UnreadCache()
     recorder = Recorder(
         names.layout,

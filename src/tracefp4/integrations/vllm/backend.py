@@ -17,6 +17,8 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from tracefp4.errors import SyncError
+from tracefp4.guidance.file_store import FileStore
+from tracefp4.guidance.store import Store
 from tracefp4.integrations.engines.coverage import reported_formats
 from tracefp4.integrations.engines.handover import put_routes
 from tracefp4.integrations.engines.recorder import Collected
@@ -72,8 +74,9 @@ class VLLMBackend:
         self._facts = self._rpc("tracefp4_attach")
         self._reader: FrameReader | None = None
         """Of the side channel; without, the connector gathers."""
+        self._store: Store = FileStore(settings.folder) if rows else session().store
         if rows:
-            self._reader = FrameReader(self._names.layout, settings.spec, settings.plan, session().store)
+            self._reader = FrameReader(self._names.layout, settings.spec, settings.plan, self._store)
         logging.getLogger("vllm.tracefp4").info("sites:\n%s", render_sites(session().sites))
 
     def _rpc(self, method: str, *args: Any) -> Any:
@@ -145,7 +148,7 @@ class VLLMBackend:
             if rows.guidance is not None:
                 guidance = Parcel(rows.guidance.key, rows.guidance.nbytes)
             if rows.routes is not None:
-                handle, shape, dtype = put_routes(session().store, f"{running.sample.key}.routes", rows.routes)
+                handle, shape, dtype = put_routes(self._store, f"{running.sample.key}.routes", rows.routes)
                 routes = Parcel(handle.key, handle.nbytes, list(shape), dtype)
         return Finished(
             key=running.sample.key,
@@ -205,6 +208,7 @@ class VLLMBackend:
         if llm is not None:
             llm.collective_rpc("tracefp4_detach")
             llm.engine_core.shutdown()
+            self._store.close()
 
 
 def _sampling_params(sample: Sample) -> Any:

@@ -26,7 +26,7 @@ class Session:
 
     recorder: Recorder
     store: Store
-    """Where frames and routes go."""
+    """Where the connector puts frames and routes; nothing enters it if rows leave by the side channel."""
     block_size: int
     """Tokens a block of vLLM's KV cache."""
     names: Names
