@@ -1,6 +1,6 @@
 """The recorder of a vLLM process: what it is told, and how it is made for one of two ways out.
 
-Rows leave the model's process in one of two ways (:data:`Carried`)::
+Rows leave the model's process in one of two ways (:data:`~.session.Carried`)::
 
     connector   rows by KV slot in a mirror; the KV connector gathers them before a request's blocks are freed
     rows        the side channel that vLLM's second model runner has for expert routes carries them, block by block
@@ -13,7 +13,7 @@ GPU, and is announced in the capability table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,11 +27,8 @@ from tracefp4.integrations.engines.recorder import Recorder
 from tracefp4.integrations.engines.settings import EngineSettings, active_settings
 from tracefp4.integrations.engines.weights import Names, skeleton
 from tracefp4.integrations.vllm.arguments import check_layout
-from tracefp4.integrations.vllm.session import Session, install
+from tracefp4.integrations.vllm.session import Carried, Session, install
 from tracefp4.rollout.pool import StoredKV
-
-Carried = Literal["connector", "rows"]
-"""How rows leave the model's process."""
 
 SAID: dict[Carried, str] = {"connector": "rows by KV slot", "rows": "rows in vLLM's routed-experts channel"}
 """The same in words, for the capability table."""

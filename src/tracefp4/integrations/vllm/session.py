@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tracefp4.errors import EngineError
 from tracefp4.guidance.store import Store
@@ -18,6 +19,9 @@ from tracefp4.integrations.engines.weights import Names
 from tracefp4.integrations.engines.wire import SiteLine
 from tracefp4.integrations.vllm.plugin import WORKER
 from tracefp4.models.packing import PackedWeight
+
+Carried = Literal["connector", "rows"]
+"""How rows leave the model's process; see :mod:`tracefp4.integrations.vllm.attach`."""
 
 
 @dataclass(slots=True)
@@ -31,8 +35,8 @@ class Session:
     """Tokens a block of vLLM's KV cache."""
     names: Names
     """Of the trainer's tensors."""
-    carried: str = "connector"
-    """How rows leave this process; see :mod:`tracefp4.integrations.vllm.attach`."""
+    carried: Carried = "connector"
+    """How rows leave this process."""
     experts: Mapping[int, EmulatedExperts | None] = field(default_factory=dict)
     """By layer; ``None`` where vLLM's own kernels compute them."""
     sites: list[SiteLine] = field(default_factory=list)

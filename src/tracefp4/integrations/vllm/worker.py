@@ -44,7 +44,10 @@ class TraceWorker:
 
         told, cache = told_settings(self.vllm_config), self.vllm_config.cache_config
         if told is None:
-            raise EngineError("the model was not loaded with quantization 'tracefp4'; see docs/vllm.md")
+            raise EngineError(
+                "the model was not loaded with quantization 'tracefp4', and no settings say that it is watched; see "
+                "docs/vllm.md"
+            )
         found, slots = installed(), self.model_runner.kv_cache_config.num_blocks * cache.block_size
         if found is None:
             # With the side channel, vLLM's output worker has made it already.
@@ -69,8 +72,7 @@ class TraceWorker:
         if not told.emulate:
             methods = [method for _, method in _experts_modules(model).values()]
             return observed(running_path(methods[0]) if methods else "")
-        said = SAID["rows" if found.carried == "rows" else "connector"]
-        return site_table(told.spec, told.plan, found.recorder.device.type, said)
+        return site_table(told.spec, told.plan, found.recorder.device.type, SAID[found.carried])
 
     def tracefp4_digest(self) -> str:
         """Checksum of the served weights; the trainer's :func:`~tracefp4.models.packing.model_digest` is equal."""
@@ -79,12 +81,13 @@ class TraceWorker:
         # A bias that vLLM widened for its kernel holds the same numbers.
         dtype = self.vllm_config.model_config.dtype
         parameters = {n: p.to(dtype) if n.endswith(".bias") else p for n, p in parameters.items()}
-        names, packed, stacked = session().names, session().packed(), {}
+        names, spec, packed, stacked = session().names, session().recorder.spec, session().packed(), {}
         for layer, (module, method) in _experts_modules(model).items():
             kept = stored_experts(module, method)
-            packed |= {(layer, name): names.packed(layer, name, weight, session().recorder.spec)
-                       for name, weight in kept.items()}  # fmt: skip
-            stacked |= {} if kept else {(layer, name): weight for name, weight in _loaded(module).items()}
+            for name, weight in kept.items():
+                packed[layer, name] = names.packed(layer, name, weight, spec)
+            if not kept:
+                stacked |= {(layer, name): weight for name, weight in _loaded(module).items()}
         return Served(names, parameters, packed, stacked).digest()
 
     def tracefp4_detach(self) -> None:
