@@ -15,10 +15,13 @@ from tracefp4.errors import SyncError
 from tracefp4.formats.spec import get_spec
 from tracefp4.integrations.engines.layouts import PLAIN, Rows, from_matrix_view, linear_scales, tile_offsets, tiled_rows
 from tracefp4.integrations.engines.stored import StoredWeight
+from tracefp4.integrations.engines.weights import Names, Served
+from tracefp4.integrations.sglang import refit
 from tracefp4.integrations.sglang.stored import stored_experts as sglang_experts
 from tracefp4.integrations.vllm.stored import KEPT, keep_globals
 from tracefp4.integrations.vllm.stored import stored_experts as vllm_experts
-from tracefp4.models.packing import pack_weight
+from tracefp4.models.packing import model_digest, pack_weight
+from tracefp4.models.tiny import tiny_model
 
 MODELOPT = get_spec("nvfp4-w4a4", "nvfp4-modelopt").weights
 HARNESS = str(Path(__file__).parents[1] / "engines" / "harness")
@@ -363,3 +366,85 @@ def test_sglangs_other_layouts_are_refused_and_bfloat16_is_not_ours(weights):
         sglang_experts(sglang_module(weights, _mega_moe_weights_built=True))
     with pytest.raises(SyncError, match="not read back"):
         sglang_experts(sglang_module(weights, w13_weight=torch.zeros(1, dtype=torch.int32)))
+
+
+# -- The checksum of a whole model
+
+
+def served(model):
+    """Checkpoint parameters of a model, and its experts packed as an engine loads them, by layer and projection."""
+    names = Names(model)
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    plain = {names.plain(name): tensor for name, tensor in state.items() if name not in names.experts}
+    return names, plain, {key: pack_weight(state[name], MODELOPT) for name, key in names.experts.items()}
+
+
+def test_a_model_whose_experts_sglang_keeps_has_the_trainers_checksum(monkeypatch):
+    model = tiny_model("qwen3_moe")
+    names, plain, packed = served(model)
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for layer in names.layout.moe_layers:
+                part = torch.nn.Module()
+                found = {projection: packed[layer, projection] for projection in ("gate_up_proj", "down_proj")}
+                vars(part).update(vars(sglang_module(found, layer_id=layer)))
+                for prefix in ("w13", "w2"):  # CuteDSL behind DeepEP: the checkpoint's rows, scales in tiles.
+                    scales = getattr(part, f"{prefix}_weight_scale").view(torch.uint8)
+                    setattr(part, f"{prefix}_blockscale_swizzled", tile_all(scales))
+                self.add_module(f"experts{layer}", part)
+
+    def found(spec):
+        ours = types.SimpleNamespace(names=names, spec=spec)
+        monkeypatch.setattr(refit, "worker", lambda: ours)
+        read, stacked = {}, {}
+        refit._read(Module(), read, stacked)
+        assert not stacked
+        return Served(names, plain, read, stacked).digest()
+
+    assert found(get_spec("nvfp4-w4a4", "nvfp4-modelopt")) == model_digest(model, names.layout, MODELOPT)
+    packed[1, "down_proj"].codes[0, 0, 0] ^= 1
+    assert found(get_spec("nvfp4-w4a4", "nvfp4-modelopt")) != model_digest(model, names.layout, MODELOPT)
+    with pytest.raises(SyncError, match="leaves weights as they are"):
+        found(get_spec("bf16"))
+
+
+@needs_vllm
+@pytest.mark.engine
+def test_a_model_whose_experts_vllm_keeps_has_the_trainers_checksum(monkeypatch):
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from tracefp4.integrations.vllm import worker as module
+
+    model = tiny_model("qwen3_moe")
+    names, plain, packed = served(model)
+    root = torch.nn.Module()
+    for name, tensor in plain.items():
+        *above, last = name.split(".")
+        place = root
+        for part in above:
+            if not hasattr(place, part):
+                place.add_module(part, torch.nn.Module())
+            place = getattr(place, part)
+        place.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
+    for layer in names.layout.moe_layers:
+        part = RoutedExperts.__new__(RoutedExperts)
+        torch.nn.Module.__init__(part)
+        loaded = as_loaded({p: packed[layer, p] for p in ("gate_up_proj", "down_proj")})
+        part.layer_name = f"model.layers.{layer}.mlp.experts"
+        part.quant_method = types.SimpleNamespace(nvfp4_backend=types.SimpleNamespace(name="FLASHINFER_CUTLASS"))
+        part.w13_weight, part.w2_weight = swap(loaded["w13"]), loaded["w2"]
+        part.w13_weight_scale = tile_all(swap(loaded["w13_scale"].view(torch.uint8)))
+        part.w2_weight_scale = tile_all(loaded["w2_scale"].view(torch.uint8))
+        setattr(part, KEPT, {"w13": loaded["w13_scale_2"], "w2": loaded["w2_scale_2"]})
+        root.add_module(f"experts{layer}", part)
+    spec = get_spec("nvfp4-w4a4", "nvfp4-modelopt")
+    session = types.SimpleNamespace(names=names, recorder=types.SimpleNamespace(spec=spec), packed=dict)
+    monkeypatch.setattr(module, "session", lambda: session)
+    worker = module.TraceWorker()
+    worker.model_runner = types.SimpleNamespace(get_model=lambda: root)
+    worker.vllm_config = types.SimpleNamespace(model_config=types.SimpleNamespace(dtype=torch.bfloat16))
+    assert worker.tracefp4_digest() == model_digest(model, names.layout, MODELOPT)
+    root.experts0.w2_weight[0, 0, 0] ^= 1
+    assert worker.tracefp4_digest() != model_digest(model, names.layout, MODELOPT)
