@@ -41,9 +41,11 @@ def path_lines(name: str, enters: bool, middle: State, note: str) -> list[SiteLi
         middle: what becomes of the input of the down projection; ``expected, not run`` if it is seen.
         note: for people.
     """
+    seen: State = "expected, not run"
+    states: dict[Kind, State] = {Kind.EXPERTS_IN: seen if enters else middle, Kind.EXPERTS_MID: middle}
     lines = []
-    for kind, state in ((Kind.EXPERTS_IN, "expected, not run" if enters else middle), (Kind.EXPERTS_MID, middle)):
-        shown = state == "expected, not run"
+    for kind, state in states.items():
+        shown = state == seen
         lines.append(SiteLine(str(kind), name, shown, shown, state, note))
     return lines
 
