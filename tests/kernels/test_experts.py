@@ -15,11 +15,13 @@ GPU = torch.cuda.is_available()
 
 
 def gpu_configs():
-    """Every kind of tile that a launch can choose: one warp, two, and four that share products."""
+    """Every tile that a launch chooses or that the bench compares, and some more."""
     from tracefp4.kernels.experts import Config
 
-    single = [Config(columns, unroll, 1, stages) for columns in (16, 32, 64) for unroll in (1, 2) for stages in (2, 4)]
-    return [*single, Config(128, 1, 2, 3), Config(128, 2, 2, 3), Config(64, 1, 4, 3), Config(128, 2, 4, 3)]
+    single = [(columns, unroll, 1, stages) for columns in (16, 32, 64) for unroll in (1, 2, 4) for stages in (2, 3, 4)]
+    several = [(16, 2, 1, 6), (64, 1, 1, 3, 80), (128, 1, 1, 4), (128, 1, 2, 3), (128, 1, 2, 4), (64, 1, 2, 4)]
+    groups = [(64, 2, 4, 4), (128, 1, 4, 4), (128, 2, 4, 3), (256, 1, 4, 3)]
+    return [Config(*size) for size in (*single, *several, *groups)]
 
 
 def ids(tokens, top_k, experts, seed=0):
@@ -52,7 +54,7 @@ def test_grouped_linear(spec, per_token, device):
     from tracefp4.kernels.routing import route
 
     numerics, generator = get_spec(spec), torch.Generator().manual_seed(1)
-    tokens, top_k, experts, out, inner = 7, 2, 4, 48, 128
+    tokens, top_k, experts, out, inner = 7, 2, 4, 48, 256 if GPU else 128
     chosen = ids(tokens, top_k, experts)
     weight = torch.randn(experts, out, inner, generator=generator).bfloat16()
     x = torch.randn(tokens if per_token else tokens * top_k, inner, generator=generator).bfloat16()

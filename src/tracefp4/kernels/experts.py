@@ -173,10 +173,10 @@ def default_config(weight: ExpertWeight, route: Route) -> Config:
     columns = 64
     while columns > 16 and route.tiles.shape[0] * weight.out < _PROGRAMS * columns:
         columns //= 2  # a batch of few tiles: narrower programs, so that all of the GPU has work
-    if weight.scales is None:
-        return Config(128, 1, 4, 4) if columns == 64 else Config(columns, _unroll(weight, 128 // columns), 1, 4)
     if columns < 64:
         return Config(columns, _unroll(weight, 64 // columns), 1, 4)
+    if weight.scales is None:
+        return Config(128, 1, 4, 4)
     # 25 programs a multiprocessor: a projection of 128 experts x 1536 rows has no more, so none runs alone at last.
     return Config(64, 1, 1, 3, registers=80 if route.rows == 8 else None)
 
