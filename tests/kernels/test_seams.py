@@ -12,7 +12,7 @@ from tracefp4.formats import blocks
 from tracefp4.formats.numerics import get_numerics
 from tracefp4.guidance.codec import pack_bits, unpack_bits
 from tracefp4.guidance.record import SiteRecord
-from tracefp4.guidance.rounding import round_nearest, round_recorded
+from tracefp4.guidance.rounding import round_gated, round_nearest, round_recorded
 from tracefp4.quantizers.guided import quantize_guided
 
 
@@ -77,3 +77,20 @@ def test_a_rollout_and_a_trainer_that_follows_it(scale_bits, device, make_values
         pick = torch.ones(12, 1, dtype=torch.bool) if mask is None else mask.repeat_interleave(2)[:, None]
         assert same(found.operand, torch.where(pick, guided.operand(), own.operand())[order])
         assert same(found.decode_scale(), torch.where(pick, guided.decode_scale(), own.decode_scale())[order])
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-pow2", "mxfp4-ceil"])
+def test_round_gated(name, device, make_values, same, monkeypatch):
+    """What an engine hands to the second product: the same whether gate and rounding are one pass or three."""
+    n = get_numerics(name)
+    x = torch.cat([make_values(5, 96, "wide", seed) for seed in (3, 4)], dim=-1)
+    found = round_gated(x.to(device), n, 2)
+    assert found is not None
+    monkeypatch.setenv("TRACEFP4_KERNELS", "reference")
+    assert round_gated(x.to(device), n, 2) is None
+    gate, up = x.to(device).chunk(2, -1)
+    expected = round_nearest((torch.nn.functional.silu(gate) * up).cpu(), n, 2)
+    assert same(found.factor(), expected.factor()) and same(found.scales, expected.scales)
+    assert found.planes is not None and expected.planes is not None and same(found.planes, expected.planes)
+    scale, wanted = found.decode_scale(), expected.decode_scale()
+    assert (scale is None) == (wanted is None) and (scale is None or same(scale, wanted))
