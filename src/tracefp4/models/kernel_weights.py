@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def arrange(packed: PackedWeight) -> ExpertWeight | None:
-    """The weight in words, or ``None`` where the kernel cannot take its size (``in`` no multiple of 64).
+    """The weight in words, or ``None`` where the kernel cannot take it.
+
+    It takes matrices with ``in`` a multiple of 64, with E4M3 scales of 16 values or E8M0 scales of 32.
 
     Raises:
         FormatError: E8M0 scales that are NaN or too far apart for exact products.
@@ -34,14 +36,14 @@ def arrange(packed: PackedWeight) -> ExpertWeight | None:
     numerics = packed.numerics
     experts, out, _ = packed.codes.shape
     inner = packed.codes.shape[-1] * 2
-    if inner % words.CHUNK:
+    mx = numerics.scale_format == "e8m0"
+    if inner % words.CHUNK or numerics.block != (32 if mx else 16):
         return None
     # Expert by expert: unpacked codes take twice the memory of packed ones.
     values = packed.codes.new_empty(experts, inner // 64, out, 32).view(torch.int16)
     for expert in range(experts):
         rows = words.to_words(e2m1.unpack(packed.codes[expert]))
         values[expert] = rows.view(out, -1, 16).transpose(0, 1)
-    mx = numerics.scale_format == "e8m0"
     if mx:
         scales, alpha = _lifted(packed)
     else:
