@@ -8,12 +8,16 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracefp4.cli.console import JsonOption, LiveMetrics, emit, progress, stderr_console
 from tracefp4.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tracefp4.config import Config
+    from tracefp4.training.ranks import Ranks
 
 
 def run(
@@ -26,6 +30,7 @@ def run(
 
     Writes config.toml, metrics.jsonl, samples.jsonl, summary.json, checkpoints/ and report.html to the output folder.
     Ctrl-C finishes the current step, writes a checkpoint and stops; a second one stops at once.
+    On several GPUs: torchrun --nproc-per-node N -m tracefp4.cli.main train CONFIG.
     """
     from tracefp4 import config as settings
 
@@ -36,6 +41,26 @@ def run(
         tree = get_method(tree.method).settings(tree)
         emit(tree.model_dump(mode="json"), as_json=as_json, text=settings.to_toml(tree))
         return
+    from tracefp4.training.ranks import joined
+
+    with joined() as ranks:
+        if ranks.first:
+            _lead(tree, ranks, as_json)
+        else:
+            _follow(tree, ranks)
+
+
+def _follow(tree: Config, ranks: Ranks) -> None:
+    """A run on a rank that is not the first one: the same, without a word."""
+    from tracefp4.rl.run import Run
+
+    with closing(Run(tree, ranks=ranks)) as trainer, _stop_on_interrupt() as stop:
+        trainer.describe(lambda text: None)
+        trainer.train(lambda step, metrics: None, lambda: stop.asked)
+
+
+def _lead(tree: Config, ranks: Ranks, as_json: bool) -> None:
+    """A run that says what it does, and writes its report."""
     from tracefp4.cli.doctor import environment
     from tracefp4.report.run_report import update_summary
     from tracefp4.rl.run import Run
@@ -46,7 +71,7 @@ def run(
         console.print(text, markup=False, soft_wrap=True)
 
     with progress("warm start", tree.warm_start.steps) as warm:
-        trainer = Run(tree, note=say, warm_progress=lambda step, loss: warm.advance())
+        trainer = Run(tree, note=say, warm_progress=lambda step, loss: warm.advance(), ranks=ranks)
     with closing(trainer):
         trainer.describe(say)
         facts = {"environment": environment(), "policy": trainer.source, "warm_start": trainer.warm_start_hash}

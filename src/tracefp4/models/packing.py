@@ -103,10 +103,26 @@ def digest(parts: Mapping[str, Iterable[Tensor]]) -> str:
     return state.hexdigest()
 
 
-def model_digest(model: nn.Module, layout: ModelLayout, numerics: Numerics | None) -> str:
-    """Checksum of a model as it is deployed with ``numerics`` for its expert weights (``None``: unquantized)."""
-    parts: dict[str, Iterable[Tensor]] = {name: (p,) for name, p in model.named_parameters()}
-    if numerics is not None:
-        for name, tensor, transposed in expert_weights(model, layout):
-            parts[name] = tuple(pack_weight(tensor, numerics, transposed=transposed).parts())
-    return digest(parts)
+def model_digest(
+    model: nn.Module, layout: ModelLayout, numerics: Numerics | None, weights: Mapping[str, Tensor] | None = None
+) -> str:
+    """Checksum of a model as it is deployed with ``numerics`` for its expert weights (``None``: unquantized).
+
+    Each weight is asked for once, in name order, and let go before the next one.
+
+    Args:
+        model: whose parameters they are.
+        layout: of the model.
+        numerics: of expert weights.
+        weights: the parameters by name, where the model's own are sharded.
+    """
+    known: Mapping[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
+    experts = {name: transposed for name, _, transposed in expert_weights(model, layout)} if numerics else {}
+
+    def parts(name: str) -> Iterator[Tensor]:
+        if numerics is None or name not in experts:
+            yield known[name]
+        else:
+            yield from pack_weight(known[name], numerics, transposed=experts[name]).parts()
+
+    return digest({name: parts(name) for name in known})

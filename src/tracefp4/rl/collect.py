@@ -19,6 +19,7 @@ from tracefp4.rl.advantages import compute_advantages
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.tasks import Task, TaskItem
 from tracefp4.training.batch import Example
+from tracefp4.training.ranks import ALONE, Ranks
 
 
 @dataclass(slots=True)
@@ -54,9 +55,18 @@ def derive_seed(*parts: object) -> int:
 
 
 def make_requests(
-    items: Sequence[TaskItem], prompter: Prompter, sampling: SamplingParams, samples: int, seed: int, label: str
+    items: Sequence[TaskItem],
+    prompter: Prompter,
+    sampling: SamplingParams,
+    samples: int,
+    seed: int,
+    label: str,
+    start: int = 0,
 ) -> list[Request]:
-    """One request an item; its sampling seed depends on the run's seed, the label (split and step) and its position."""
+    """One request an item; its sampling seed depends on the run's seed, the label (split and step) and its position.
+
+    Positions count from ``start``, where a rank's share of the prompts begins.
+    """
     return [
         Request(
             id=f"{label}-{i}",
@@ -64,7 +74,7 @@ def make_requests(
             samples=samples,
             sampling=replace(sampling, seed=derive_seed(seed, label, i)),
         )
-        for i, item in enumerate(items)
+        for i, item in enumerate(items, start)
     ]
 
 
@@ -96,6 +106,7 @@ def digest_experience(
     rewards: torch.Tensor,
     config: Config,
     store: Store | None,
+    ranks: Ranks = ALONE,
 ) -> Experience:
     """Turn scored rollouts into examples; drop what trains nothing, and its guidance with it.
 
@@ -106,6 +117,7 @@ def digest_experience(
         rewards: ``(B,)``.
         config: group size, penalties, filters.
         store: where the guidance lies; ``None`` without guidance.
+        ranks: who has the other rollouts of the step; metrics are those of all.
     """
     groups = torch.arange(len(rollouts)) // config.train.samples
     loss = config.loss
@@ -135,22 +147,26 @@ def digest_experience(
             )
         elif store is not None and rollout.guidance is not None:
             store.delete(rollout.guidance)
-    metrics = _summary(rollouts, rewards) | advantages.counts.metrics()
+    metrics = _summary(rollouts, rewards, ranks) | ranks.merge(advantages.counts.metrics())
     return Experience(list(rollouts), list(items), list(texts), rewards, examples, metrics)
 
 
-def _summary(rollouts: Sequence[Rollout], rewards: torch.Tensor) -> dict[str, float]:
-    lengths = [len(r.response_ids) for r in rollouts]
+def _summary(rollouts: Sequence[Rollout], rewards: torch.Tensor, ranks: Ranks) -> dict[str, float]:
+    mine = [[len(r.response_ids), r.finish_reason == "length"] for r in rollouts]
+    lengths, truncated = zip(*(row for part in ranks.gather(mine) for row in part), strict=True)
+    rewards = torch.from_numpy(ranks.gather_array(rewards.double().numpy())).to(rewards.dtype)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(unbiased=False)),
         "response_length/mean": sum(lengths) / len(lengths),
         "response_length/max": float(max(lengths)),
-        "response_length/truncated": sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+        "response_length/truncated": sum(truncated) / len(truncated),
     }
 
 
-def guidance_size(rollouts: Sequence[Rollout], values: int, read: Collection[int] = ()) -> dict[str, float]:
+def guidance_size(
+    rollouts: Sequence[Rollout], values: int, read: Collection[int] = (), ranks: Ranks = ALONE
+) -> dict[str, float]:
     """What the guidance of a batch weighs, headers and all, whether it was read or not; empty without guidance.
 
     ``guidance/unread_share`` is the share of bytes that belong to rollouts that trained nothing: guidance that waits at
@@ -160,13 +176,18 @@ def guidance_size(rollouts: Sequence[Rollout], values: int, read: Collection[int
         rollouts: of one step.
         values: recorded values a token, over all sites of the plan.
         read: positions of the rollouts that train something.
+        ranks: who has the other rollouts of the step.
     """
-    shipped = [r for r in rollouts if r.guidance is not None]
-    rows = sum(r.rows for r in shipped)
+    shipped = [(i, r.rows, r.guidance.nbytes) for i, r in enumerate(rollouts) if r.guidance is not None]
+    rows, size, unread = ranks.sum(
+        [
+            sum(rows for _, rows, _ in shipped),
+            sum(nbytes for _, _, nbytes in shipped),
+            sum(nbytes for i, _, nbytes in shipped if i not in read),
+        ]
+    )
     if not rows or not values:
         return {}
-    size = sum(r.guidance.nbytes for r in shipped if r.guidance is not None)
-    unread = sum(r.guidance.nbytes for i, r in enumerate(rollouts) if r.guidance is not None and i not in read)
     return {
         "guidance/bytes_per_token": size / rows,
         "guidance/bits_per_value": 8 * size / (rows * values),

@@ -17,6 +17,7 @@ from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.statistics import Interval, mean_bootstrap, wilson
 from tracefp4.rl.tasks import Task, TaskItem
 from tracefp4.rollout.engine import Engine
+from tracefp4.training.ranks import ALONE, Ranks
 
 
 @dataclass(slots=True)
@@ -24,10 +25,13 @@ class Evaluation:
     """Scores of every sample."""
 
     items: list[TaskItem]
+    """This rank's, as ``rollouts`` and ``texts`` are."""
     rollouts: list[Rollout]
     texts: list[str]
     scores: np.ndarray
-    """``(items, samples)`` float64."""
+    """``(items, samples)`` float64, of all ranks."""
+    lengths: np.ndarray
+    """Response tokens of every sample, float64, of all ranks."""
 
     def mean(self) -> Interval:
         """Mean score (pass@1 where scores are 0 or 1) with an interval over items.
@@ -47,11 +51,10 @@ class Evaluation:
     def metrics(self, task: str) -> dict[str, object]:
         """Scalars for the journal."""
         found = self.mean()
-        lengths = [len(r.response_ids) for r in self.rollouts]
         return {
             f"eval/{task}/pass@1": found.estimate,
             f"eval/{task}/pass@1_ci": [found.low, found.high],
-            f"eval/{task}/response_length": float(np.mean(lengths)),
+            f"eval/{task}/response_length": float(np.mean(self.lengths)),
         }
 
 
@@ -65,6 +68,7 @@ def evaluate(
     sampling: SamplingParams,
     seed: int,
     decode: Callable[[Sequence[int]], str],
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
     """Sample held-out items and score them.
 
@@ -77,10 +81,14 @@ def evaluate(
         sampling: temperature, lengths, truncation.
         seed: sampling seed.
         decode: token ids to text.
+        ranks: each samples its share of the items.
     """
-    chosen = task.items("eval", items, 0)
-    requests = make_requests(chosen, prompter, replace(sampling, seed=None), samples, seed, "eval")
+    share = ranks.share(items)
+    chosen = task.items("eval", items, 0)[share]
+    requests = make_requests(chosen, prompter, replace(sampling, seed=None), samples, seed, "eval", share.start)
     rollouts = engine.generate(requests, guidance=False)
     repeated = [item for item in chosen for _ in range(samples)]
     texts, scores = score(rollouts, repeated, task, decode)
-    return Evaluation(repeated, list(rollouts), texts, scores.double().numpy().reshape(len(chosen), samples))
+    every = ranks.gather_array(scores.double().numpy()).reshape(-1, samples)
+    lengths = ranks.gather_array(np.array([len(r.response_ids) for r in rollouts], dtype=np.float64))
+    return Evaluation(repeated, list(rollouts), texts, every, lengths)

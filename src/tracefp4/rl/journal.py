@@ -72,6 +72,16 @@ class Journal:
         self._streams[name].flush()
 
 
+class NoJournal(Journal):
+    """What a rank that is not the first one records: nothing."""
+
+    def __init__(self) -> None:
+        self._tracker, self._streams = None, {}
+
+    def _write(self, name: str, line: Mapping[str, Any]) -> None:
+        pass
+
+
 def make_tracker(name: str, folder: Path, config: Mapping[str, Any]) -> Tracker | None:
     """The tracker called ``name``; raises :class:`ConfigError` when its package is not installed."""
     if name == "none":

@@ -37,6 +37,7 @@ from torch import Tensor
 from tracefp4.config import LossConfig
 from tracefp4.errors import ConfigError, TaskError, suggest
 from tracefp4.rl.clipping import CLIPPINGS, Terms
+from tracefp4.training.ranks import ALONE, Ranks
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to this before ``exp`` (as in verl): e^20 is 5e8, and float32 overflows at 88."""
@@ -56,9 +57,10 @@ class Denominators:
             raise TaskError("an optimizer step needs at least one response token: every sample was dropped or empty")
 
     @classmethod
-    def of(cls, lengths: Sequence[int], norm_length: int = 0) -> Denominators:
-        """From the response lengths of all samples of the step; empty responses count for nothing."""
-        return cls(float(sum(lengths)), float(sum(n > 0 for n in lengths)), float(norm_length))
+    def of(cls, lengths: Sequence[int], norm_length: int = 0, ranks: Ranks = ALONE) -> Denominators:
+        """From the response lengths of all this rank's samples of the step; empty responses count for nothing."""
+        tokens, sequences = ranks.sum([float(sum(lengths)), float(sum(n > 0 for n in lengths))])
+        return cls(tokens, sequences, float(norm_length))
 
 
 @dataclass(frozen=True, slots=True)

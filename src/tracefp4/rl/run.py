@@ -8,6 +8,9 @@ The flow of one step::
 
 Every random draw is keyed by the run's seed and the step, and the engine keeps nothing from one sync to the next, so a
 resumed run continues exactly: on a CPU its metrics equal those of the uninterrupted run bit for bit.
+
+Several ranks are one such run. Each has an engine and a store of its own, generates for its share of the prompts and
+trains on what came of it; the model is sharded over them, and the first one writes the record.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tracefp4.config import Config, to_toml
 from tracefp4.errors import CheckpointError, SyncError
@@ -37,11 +41,11 @@ from tracefp4.models.packing import model_digest
 from tracefp4.rl.clock import Clock
 from tracefp4.rl.collect import Experience, digest_experience, guidance_size, make_requests, sampling_params, score
 from tracefp4.rl.evaluate import evaluate
-from tracefp4.rl.journal import Journal, make_tracker
+from tracefp4.rl.journal import Journal, NoJournal, make_tracker
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
 from tracefp4.rl.routers import check_routers
-from tracefp4.rl.setup import check_training, config_hash, resolve_device
+from tracefp4.rl.setup import check_ranks, check_training, config_hash, resolve_device
 from tracefp4.rl.sft_data import check_targets, gold_pairs
 from tracefp4.rl.tasks import make_task
 from tracefp4.rl.update import GuidanceSource, Updater
@@ -51,7 +55,13 @@ from tracefp4.training import checkpoint
 from tracefp4.training.checkpoint import TrainState
 from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import recompute_layers
+from tracefp4.training.ranks import ALONE, Ranks
+from tracefp4.training.sharding import shard, weights
 from tracefp4.training.sites import TrainerSites
+
+
+Saved = tuple[Path, dict[str, Tensor], dict[str, Tensor], TrainState]
+"""A checkpoint: its folder, weights, optimizer tensors and counters."""
 
 
 class Run:
@@ -61,6 +71,7 @@ class Run:
         config: the resolved settings.
         note: called with a sentence when something worth a line happened.
         warm_progress: called with step and loss of the warm start.
+        ranks: the processes that are this run together.
 
     Raises:
         ConfigError: settings that contradict each other.
@@ -72,11 +83,13 @@ class Run:
         config: Config,
         note: Callable[[str], None] = lambda _: None,
         warm_progress: Callable[[int, float], None] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.method = get_method(config.method)
         config = self.method.settings(config)
         check_training(config)
-        self.config, self.note = config, note
+        check_ranks(config, ranks)
+        self.config, self.note, self.ranks = config, note, ranks
         self.folder, self.device = Path(config.output_dir), resolve_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
@@ -87,12 +100,12 @@ class Run:
         self.model, self.source = loaded.model, loaded.source
         self.tokenizer: Any = loaded.tokenizer
         self.prompter = Prompter(self.tokenizer, config.task)
-        self.warm_start_hash = self._warm_start(warm_progress)
+        with ranks.first_before_others():
+            self.warm_start_hash = self._warm_start(warm_progress)
         if self.source.get("upcycling") and config.warm_start.steps:
             self._gate()
         self.step = self.version = 0
-        self._build()
-        self._resume()
+        self._build(self._saved())
 
     def _warm_start(self, progress: Callable[[int, float], None] | None) -> str:
         config = self.config
@@ -121,7 +134,7 @@ class Run:
             f"{found.loss_permuted:.3f} nats"
         )
 
-    def _build(self) -> None:
+    def _build(self, saved: Saved | None) -> None:
         config = self.config
         self.store = MemoryStore()
         self.layout = describe(self.model)
@@ -136,6 +149,8 @@ class Run:
             settings=config.rollout,
         )
         start = copy.deepcopy(self.model) if config.loss.kl > 0 else None
+        if saved is not None:
+            checkpoint.restore(self.model, saved[1], f"checkpoint {saved[0]}")
         if config.train.gradient_checkpointing:
             recompute_layers(self.model)
         embedding: Any = self.model.get_input_embeddings()
@@ -145,10 +160,14 @@ class Run:
         self.guided_shapes = () if self.plan is None else self.plan.select(shapes, self.layout.num_layers)
         self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder)
         bind(self.model, self.sites, spec=self.trainer_spec)
+        if self.ranks.size > 1:
+            shard(self.model, self.layout, self.ranks)
         self.optimizer = MasterAdamW(self.model.named_parameters(), config.optimizer)
+        if saved is not None:
+            self._resume(*saved)
         temperature = config.sampling.temperature
         reference = None if start is None else Reference(start, self.layout, self.trainer_spec, temperature)
-        self.updater = Updater(self.model, self.sites, self.optimizer, config, reference)
+        self.updater = Updater(self.model, self.sites, self.optimizer, config, reference, self.ranks)
 
     def describe(self, say: Callable[[str], None]) -> None:
         """Say what this run is: the policy, both sides' coverage, and whether they agree.
@@ -159,7 +178,8 @@ class Run:
         theirs = self.engine.coverage()
         mine = self.trainer_coverage()
         loss, correction = self.config.loss, self.config.correction
-        say(f"policy {self.config.policy} on {self.device}; method {self.method.name}")
+        processes = f", {self.ranks.size} processes" if self.ranks.size > 1 else ""
+        say(f"policy {self.config.policy} on {self.device}{processes}; method {self.method.name}")
         weighing = f"{correction.level} {correction.name}{f', {correction.reject}' if correction.reject else ''}"
         say(f"loss {loss.name}{' with score centering' if loss.score_centering else ''}; correction {weighing}")
         say(f"warm start {self.warm_start_hash}")
@@ -180,7 +200,7 @@ class Run:
         """What the trainer quantizes, watched during one short forward."""
         ids = torch.arange(8, device=self.device)[None] + 1
         with probe(self.model) as calls:
-            self.model.get_decoder()(input_ids=ids, use_cache=False)
+            self.model(input_ids=ids, use_cache=False)
         return coverage(self.model, self.trainer_spec, calls)
 
     def close(self) -> None:
@@ -194,17 +214,11 @@ class Run:
 
         Args:
             on_step: called with each finished step and its metrics.
-            stop: asked between steps; when true, a checkpoint is written and the loop ends.
+            stop: asked between steps; when true on any rank, a checkpoint is written and the loop ends.
         """
-        config = self.config
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-        if self.step == 0 and (self.folder / "metrics.jsonl").exists():
-            self.note(f"{self.folder} holds a run without a checkpoint; it starts anew and its record is replaced")
-        tracker = make_tracker(config.tracker, self.folder, config.model_dump(mode="json"))
-        journal = Journal(self.folder, tracker, from_step=self.step)
+        config, journal = self.config, self._journal()
         try:
-            self._loop(journal, on_step, stop)
+            self._loop(journal, on_step, lambda: self.ranks.any(stop()))
             if config.train.save_final:
                 self.save()
             elif self.step < config.steps:
@@ -212,6 +226,17 @@ class Run:
         finally:
             journal.close()
             self.task.close()
+
+    def _journal(self) -> Journal:
+        config = self.config
+        if not self.ranks.first:
+            return NoJournal()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        if self.step == 0 and (self.folder / "metrics.jsonl").exists():
+            self.note(f"{self.folder} holds a run without a checkpoint; it starts anew and its record is replaced")
+        tracker = make_tracker(config.tracker, self.folder, config.model_dump(mode="json"))
+        return Journal(self.folder, tracker, from_step=self.step)
 
     def _loop(self, journal: Journal, on_step: Callable[[int, dict[str, Any]], None], stop: Callable[[], bool]) -> None:
         config = self.config
@@ -224,7 +249,7 @@ class Run:
             journal.metrics(self.step, metrics)
             on_step(self.step, metrics)
             self.step += 1
-            over = self.step == config.steps or time.monotonic() >= deadline
+            over = self.step == config.steps or self.ranks.any(time.monotonic() >= deadline)
             if over or (config.eval.every and self.step % config.eval.every == 0):
                 self._evaluate(journal)
             if over:
@@ -234,29 +259,31 @@ class Run:
 
     def run_step(self, journal: Journal) -> dict[str, Any]:
         """One step of RL; returns its metrics."""
-        config, clock = self.config, Clock()
-        items = self.task.items("train", config.train.prompts, (config.seed, "step", self.step))
+        config, clock, ranks = self.config, Clock(), self.ranks
+        share, label = ranks.share(config.train.prompts), f"step-{self.step}"
+        items = self.task.items("train", config.train.prompts, (config.seed, "step", self.step))[share]
         sampling = sampling_params(config, top_logprobs=self.top_logprobs)
-        requests = make_requests(items, self.prompter, sampling, config.train.samples, config.seed, f"step-{self.step}")
+        samples = config.train.samples
+        requests = make_requests(items, self.prompter, sampling, samples, config.seed, label, share.start)
         with clock("rollout"):
             rollouts = self.engine.generate(requests, guidance=self.plan is not None)
-        repeated = [item for item in items for _ in range(config.train.samples)]
+        repeated = [item for item in items for _ in range(samples)]
         with clock("reward"):
             before = self.task.counts.copy()
             texts, rewards = score(rollouts, repeated, self.task, self.prompter.decode)
-            unscored = self.task.counts - before
+            unscored = ranks.merge(self.task.counts - before)
         store = self.store if self.plan is not None else None
-        experience = digest_experience(rollouts, repeated, texts, rewards, config, store)
+        experience = digest_experience(rollouts, repeated, texts, rewards, config, store, ranks)
         with clock("train"):
             trained = self._update(experience)
         with clock("sync"):
             self.store.clear()
             self.version += 1
             self.sync()
-        for i in experience.telling(config.train.samples):
+        for i in experience.telling(samples):
             journal.sample(self.step, self._sample(experience, i))
         seconds = clock.metrics()
-        tokens = sum(len(r.response_ids) for r in rollouts)
+        (tokens,) = ranks.sum([sum(len(r.response_ids) for r in rollouts)])
         return {
             **experience.metrics,
             **{f"reward/{cause}": float(count) for cause, count in sorted(unscored.items())},
@@ -265,6 +292,7 @@ class Run:
                 rollouts,
                 sum(shape.values for shape in self.guided_shapes),
                 {example.index for example in experience.examples},
+                ranks,
             ),
             **seconds,
             "throughput/rollout_tok_s": tokens / max(seconds["time/rollout_s"], 1e-9),
@@ -273,7 +301,7 @@ class Run:
         }
 
     def _update(self, experience: Experience) -> dict[str, float]:
-        if not experience.examples:
+        if not self.ranks.any(bool(experience.examples)):
             return {}
         every = self.config.train.unguided_every
         unguided = every > 0 and self.step % every == 0
@@ -291,8 +319,8 @@ class Run:
 
     def sync(self) -> None:
         """Push the trainer's bfloat16 weights to the engine and prove that both sides quantize the same ones."""
-        digest = self.engine.sync(dict(self.model.named_parameters()), self.version)
-        mine = model_digest(self.model, self.layout, self.rollout_spec.weights)
+        digest = self.engine.sync(weights(self.model), self.version)
+        mine = model_digest(self.model, self.layout, self.rollout_spec.weights, weights(self.model))
         if digest != mine:
             raise SyncError(f"weights differ after sync {self.version}: engine {digest}, trainer {mine}")
 
@@ -321,6 +349,7 @@ class Run:
             sampling=sampling_params(config, config.eval.temperature),
             seed=config.seed,
             decode=self.prompter.decode,
+            ranks=self.ranks,
         )
         metrics = found.metrics(self.task.name)
         journal.metrics(self.step, metrics)
@@ -330,28 +359,34 @@ class Run:
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write a checkpoint of the current step."""
+        """Write a checkpoint of the current step; the first rank writes, the others hand it their shards."""
         state = TrainState(self.step, self.version, self.optimizer.steps, self._identity())
-        model = {name: p.detach() for name, p in self.model.named_parameters()}
-        folder = checkpoint.save(
-            self.folder / "checkpoints", model, self.optimizer.state(), state, self.config.train.keep_checkpoints
-        )
+        root, model, optimizer = self.folder / "checkpoints", weights(self.model), self.optimizer.state()
+        if not self.ranks.first:
+            checkpoint.attend(model, optimizer)
+            return root
+        folder = checkpoint.save(root, model, optimizer, state, self.config.train.keep_checkpoints)
         self.note(f"checkpoint {folder}")
         return folder
 
-    def _resume(self) -> None:
+    def _saved(self) -> Saved | None:
+        """The newest checkpoint of this run's folder."""
         found = checkpoint.complete(self.folder / "checkpoints")
         if not found:
-            return
+            return None
         model, optimizer, state = checkpoint.load(found[-1])
         if state.config_hash != self._identity():
             raise CheckpointError(
                 f"{found[-1]} was written with other settings; choose another output_dir or remove the folder"
             )
-        checkpoint.restore(self.model, model, f"checkpoint {found[-1]}")
+        return found[-1], model, optimizer, state
+
+    def _resume(
+        self, folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainState
+    ) -> None:
         self.optimizer.load(optimizer, state.optimizer_steps)
         self.step, self.version = state.step, state.weight_version
-        self.note(f"resumed from {found[-1]}")
+        self.note(f"resumed from {folder}")
 
     def _identity(self) -> str:
         return f"{config_hash(self.config)}-{self.warm_start_hash}"

@@ -15,12 +15,13 @@ from tracefp4.methods import get_method
 from tracefp4.quantizers.guided import DECODERS
 from tracefp4.rl.centering import check_centering
 from tracefp4.rl.rejection import parse_rules
+from tracefp4.training.ranks import Ranks
 
 
 def resolve_device(name: str) -> torch.device:
     """``auto`` is CUDA where there is one; raises :class:`ConfigError` for a device that is not there."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -28,6 +29,24 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, but torch sees no CUDA device; set device = 'cpu'")
     return device
+
+
+def check_ranks(config: Config, ranks: Ranks) -> None:
+    """Refuse settings that several processes cannot share; raises :class:`ConfigError` with the way out."""
+    if ranks.size == 1:
+        return
+    if config.train.prompts < ranks.size:
+        raise ConfigError(
+            f"train.prompts = {config.train.prompts} is less than the {ranks.size} processes, and each needs a prompt "
+            f"of its own: set train.prompts to {ranks.size} or more"
+        )
+    if config.engine != "embedded":
+        raise ConfigError(f"several processes train with engine 'embedded' only, not {config.engine!r}")
+    if torch.device(config.device if config.device != "auto" else "cpu").index is not None:
+        raise ConfigError(
+            f"device = {config.device!r} names one device for {ranks.size} processes; with device = 'cuda' each takes "
+            "its own"
+        )
 
 
 def check_training(config: Config) -> None:

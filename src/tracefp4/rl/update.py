@@ -5,12 +5,17 @@ denominators of the whole optimizer step. With one optimizer step a batch, the o
 own forward; with more, a guided forward without gradient computes them first, in the micro-batches of the update: the
 same rows beside the same padding, so that the ratio of the first optimizer step is 1 to the last bit. The mismatch of a
 step is that of the first forward, before any update.
+
+Of several ranks each trains on its own examples. Denominators and metrics are those of all; the number of micro-batches
+is the largest of any rank, because every forward and backward is collective, and a rank that has fewer adds empty ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +32,11 @@ from tracefp4.rl.clipping import BYPASS
 from tracefp4.rl.corrections import CorrectionStats, correction_weights
 from tracefp4.rl.losses import Denominators, LossStats, policy_loss
 from tracefp4.rl.metrics import mismatch_metrics, response_deltas
-from tracefp4.training.batch import Example, MicroBatch, collate, plan_micro_batches
+from tracefp4.training.batch import Example, MicroBatch, collate, filler, plan_micro_batches
 from tracefp4.training.observe import Observer
 from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import TokenScores, score_tokens, token_logprobs
+from tracefp4.training.ranks import ALONE, Ranks
 from tracefp4.training.sites import TrainerSites
 
 Loader = Callable[[Example], Record | None]
@@ -72,6 +78,7 @@ class Updater:
         optimizer: masters and moments.
         config: the run's settings.
         reference: log-probs of the reference policy for a micro-batch; needed when ``loss.kl`` is not 0.
+        ranks: the processes that train the model together; it is sharded if there are several.
     """
 
     def __init__(
@@ -81,21 +88,22 @@ class Updater:
         optimizer: MasterAdamW,
         config: Config,
         reference: Callable[[MicroBatch], Tensor] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model, self.sites, self.optimizer, self.config = model, sites, optimizer, config
-        self._reference = reference
+        self._reference, self._ranks = reference, ranks
         self._device = next(model.parameters()).device
 
     def update(self, examples: Sequence[Example], load: Loader | None, measure_unguided: bool) -> dict[str, float]:
         """Run the optimizer steps of one batch.
 
         Args:
-            examples: everything that trains, of whole groups.
+            examples: everything of this rank that trains, of whole groups.
             load: reads guidance; ``None`` without.
             measure_unguided: also measure the mismatch of the same batch without guidance, before the update.
 
         Returns:
-            Metrics of the batch.
+            Metrics of the batch of all ranks; flip rates are those of this rank's micro-batch.
 
         Raises:
             GuidanceMissing: fewer rows are guided than ``train.min_coverage`` asks for. The optimizer step that would
@@ -103,8 +111,8 @@ class Updater:
         """
         self.model.train()
         metrics = self._unguided(examples) if measure_unguided and load is not None else {}
-        steps = _split(examples, self.config.train.minibatches)
-        tally = Tally(self._old_logprobs(steps, load) if len(steps) > 1 else None)
+        steps = _split(examples, self.config.train.minibatches, self._ranks)
+        tally = Tally(self._old_logprobs(steps, load) if len(steps) > 1 else None, self._ranks)
         norms = []
         for part in steps:
             self._accumulate(part, load, tally)
@@ -112,7 +120,7 @@ class Updater:
                 self._check_coverage(tally)
             norms.append(self.optimizer.step())
         metrics |= tally.metrics()
-        failed = self.sites.checks.take()
+        failed = self.sites.checks.take(self._ranks)
         if failed is not None:
             metrics["guidance/scale_check_failures"] = failed
         metrics["grad_norm"] = float(np.mean(norms))
@@ -122,7 +130,7 @@ class Updater:
     def _accumulate(self, examples: Sequence[Example], load: Loader | None, tally: Tally) -> None:
         config = self.config
         lengths = [len(e.tokens) - e.prompt_length for e in examples]
-        denominators = Denominators.of(lengths, config.sampling.max_new_tokens)
+        denominators = Denominators.of(lengths, config.sampling.max_new_tokens, self._ranks)
         for batch in self._batches(examples, load):
             observer = Observer() if tally.wants_observation(batch) else None
             with self.sites.batch(batch, observer=observer):
@@ -148,8 +156,11 @@ class Updater:
                     ref_logprobs=None if self._reference is None else self._reference(batch),
                     centering=self._centering(batch, scored),
                 )
-                loss.backward()
+                # An empty micro-batch has no share of the gradient, whatever its one row says.
+                (loss if batch.index else 0.0 * loss).backward()
             self.optimizer.collect()
+            if not batch.index:
+                continue
             tally.add(batch, logprobs.detach(), scored.entropy, loss.detach(), stats, corrected, observer)
 
     def _centering(self, batch: MicroBatch, scored: TokenScores) -> Tensor | None:
@@ -183,27 +194,31 @@ class Updater:
 
     @torch.no_grad()
     def _unguided(self, examples: Sequence[Example]) -> dict[str, float]:
-        deltas = [
-            response_deltas(self._forward(batch, guided=False), batch.rollout_logprobs, batch.response)
-            for batch in self._batches(examples, None)
-        ]
-        return mismatch_metrics(np.concatenate(deltas), "_unguided")
+        deltas = [np.empty(0)]
+        for batch in self._batches(examples, None):
+            logprobs = self._forward(batch, guided=False)
+            if batch.index:
+                deltas.append(response_deltas(logprobs, batch.rollout_logprobs, batch.response))
+        return mismatch_metrics(self._ranks.gather_array(np.concatenate(deltas)), "_unguided")
 
     def _forward(self, batch: MicroBatch, guided: bool) -> Tensor:
         with self.sites.batch(batch, guided=guided):
             return token_logprobs(self.model, batch, self.config.sampling.temperature)[0]
 
     def _batches(self, examples: Sequence[Example], load: Loader | None):
-        for group in plan_micro_batches(examples, self.config.train.micro_tokens):
+        groups = plan_micro_batches(examples, self.config.train.micro_tokens)
+        for group in groups:
             yield collate([replace(e, record=load(e)) for e in group] if load else group, self._device)
+        for _ in range(self._ranks.most(len(groups)) - len(groups)):
+            yield filler(self._device)
 
 
 class Tally:
-    """Sums of a batch of experience over its micro-batches."""
+    """Sums of a batch of experience over its micro-batches and, when they are read, over the ranks."""
 
-    def __init__(self, old: dict[int, Tensor] | None) -> None:
-        self._old = old
-        self._deltas: list[np.ndarray] = []
+    def __init__(self, old: dict[int, Tensor] | None, ranks: Ranks = ALONE) -> None:
+        self._old, self._ranks = old, ranks
+        self._deltas: list[np.ndarray] = [np.empty(0)]
         self._entropy = self._tokens = self._loss = 0.0
         self._guided = self._rows = 0.0
         self._has_guidance = False
@@ -252,29 +267,42 @@ class Tally:
 
     def coverage(self) -> float:
         """Share of rows that were guided so far. The sites of a plan are recorded together, so it is theirs too."""
-        return self._guided / max(self._rows, 1.0)
+        guided, rows = self._ranks.sum([self._guided, self._rows])
+        return guided / max(rows, 1.0)
 
     def metrics(self) -> dict[str, float]:
         """Scalars for the journal."""
-        out = mismatch_metrics(np.concatenate(self._deltas))
-        out |= {"entropy": self._entropy / max(self._tokens, 1.0), "loss": self._loss, "train/tokens": self._tokens}
-        if self._stats is not None and self._corrected is not None:
-            out |= self._stats.metrics() | self._corrected.metrics()
-        if self._has_guidance:
-            out["guidance/coverage"] = self.coverage()
+        out = mismatch_metrics(self._ranks.gather_array(np.concatenate(self._deltas)))
+        entropy, tokens, loss = self._ranks.sum([self._entropy, self._tokens, self._loss])
+        out |= {"entropy": entropy / max(tokens, 1.0), "loss": loss, "train/tokens": tokens}
+        out |= _over_ranks(LossStats, self._stats, self._ranks).metrics()
+        out |= _over_ranks(CorrectionStats, self._corrected, self._ranks).metrics()
+        coverage = self.coverage()
+        if self._ranks.any(self._has_guidance):
+            out["guidance/coverage"] = coverage
         for key in ("flip_rate", "scale_mismatch"):
             if key in self._observed:
                 out[f"guidance/{key}"] = self._observed[key]
         return out
 
 
-def _split(examples: Sequence[Example], parts: int) -> list[list[Example]]:
-    """Consecutive parts with about equally many examples; empty ones are left out."""
+_Stats = TypeVar("_Stats", LossStats, CorrectionStats)
+
+
+def _over_ranks(kind: type[_Stats], stats: _Stats | None, ranks: Ranks) -> _Stats:
+    """Statistics of all ranks; a rank that trained nothing has none."""
+    if ranks.size == 1 and stats is not None:
+        return stats
+    values = [0.0] * len(kind.__slots__)
+    if stats is not None:
+        values = torch.stack([getattr(stats, name).double() for name in kind.__slots__]).tolist()
+    columns = zip(kind.__slots__, zip(*ranks.gather(values), strict=True), strict=True)
+    return kind(**{name: torch.tensor((max if name == "ratio_max" else sum)(column)) for name, column in columns})
+
+
+def _split(examples: Sequence[Example], parts: int, ranks: Ranks = ALONE) -> list[list[Example]]:
+    """Consecutive parts with about equally many examples; those that are empty on every rank are left out."""
     size, rest = divmod(len(examples), parts)
-    out, start = [], 0
-    for i in range(parts):
-        stop = start + size + (i < rest)
-        if stop > start:
-            out.append(list(examples[start:stop]))
-        start = stop
-    return out
+    filled = ranks.most(min(len(examples), parts))
+    starts = [i * size + min(i, rest) for i in range(filled + 1)]
+    return [list(examples[start:stop]) for start, stop in pairwise(starts)]

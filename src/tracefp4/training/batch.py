@@ -11,7 +11,7 @@ Row ``t`` of a sequence is the forward pass of token ``t`` and predicts token ``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -144,6 +144,14 @@ def collate(examples: Sequence[Example], device: torch.device, pad_id: int = 0) 
         routes=_stack_routes(examples, width, device),
         top=_stack_top(examples, device),
     )
+
+
+def filler(device: torch.device) -> MicroBatch:
+    """A micro-batch of no example: one row that a rank without examples forwards, because the others wait for it.
+
+    Its ``index`` is empty; whatever a loss makes of it must be multiplied by 0.
+    """
+    return replace(collate([Example(tokens=(0, 0), prompt_length=1)], device), index=())
 
 
 def _check(e: Example) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tracefp4.guidance.codec import CHUNK, scale_checks
 from tracefp4.guidance.record import SiteRecord
+from tracefp4.training.ranks import ALONE, Ranks
 
 
 class ScaleChecks:
@@ -42,10 +43,12 @@ class ScaleChecks:
         known = torch.nn.functional.pad(mask, (0, -mask.shape[1] % CHUNK)).view(*found.shape, CHUNK).any(-1)
         self._counts.append((known.sum(), ((found != record.checks) & known).sum()))
 
-    def take(self) -> float | None:
-        """Share of chunks that failed since the last call; ``None`` if none were checked. Reads the device."""
-        if not self._counts:
-            return None
-        total, failed = (float(torch.stack(part).sum()) for part in zip(*self._counts, strict=True))
+    def take(self, ranks: Ranks = ALONE) -> float | None:
+        """Share of chunks that failed on any rank since the last call; ``None`` if none were checked.
+
+        Reads the device, and is collective.
+        """
+        mine = [float(torch.stack(part).sum()) for part in zip(*self._counts, strict=True)] or [0.0, 0.0]
         self._counts.clear()
-        return failed / max(total, 1.0)
+        total, failed = ranks.sum(mine)
+        return failed / total if total else None

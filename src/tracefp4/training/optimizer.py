@@ -4,19 +4,25 @@ A bfloat16 weight has 8 bits of precision: an update below 1/256 of its value va
 optimizer keeps an FP32 *master* of each parameter, updates that, and rounds it into the model. The forward pass, and
 with it the quantizer, sees the bfloat16 weights; the engine is synced from those as well, never from the masters.
 Gradients of several micro-batches are added up in FP32 for the same reason.
+
+Of a sharded model (:mod:`tracefp4.training.sharding`) each rank updates its part: the FP32 shards are the masters, and
+the layers round them when they gather. Only the gradient norm needs the other ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tracefp4.config import OptimizerConfig
 from tracefp4.errors import CheckpointError, NonFiniteError
+from tracefp4.training.sharding import Lazy, local, part_of, whole
 
 
 class MasterAdamW:
@@ -31,9 +37,8 @@ class MasterAdamW:
         self.params = {name: p for name, p in named if p.requires_grad}
         self.config = config
         self.steps = 0
-        self.masters = {
-            name: p.detach().to(torch.float32, copy=True).requires_grad_(False) for name, p in self.params.items()
-        }
+        self.masters = {name: _master(p) for name, p in self.params.items()}
+        self._mesh = next((p.device_mesh for p in self.params.values() if isinstance(p, DTensor)), None)
         self._adam = torch.optim.AdamW(
             list(self.masters.values()),
             lr=config.lr,
@@ -53,10 +58,11 @@ class MasterAdamW:
             if p.grad is None:
                 continue
             master = self.masters[name]
+            grad = local(p.grad)
             if master.grad is None:
-                master.grad = p.grad.to(torch.float32)
+                master.grad = grad.to(torch.float32)
             else:
-                master.grad.add_(p.grad)
+                master.grad.add_(grad)
             p.grad = None
 
     def zero_grad(self) -> None:
@@ -65,7 +71,10 @@ class MasterAdamW:
             p.grad = self.masters[name].grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """FP32 gradients by name of the parameter, as collected so far; parameters without one are left out."""
+        """FP32 gradients by name of the parameter, as collected so far; parameters without one are left out.
+
+        Of a sharded model, this rank's parts.
+        """
         return {name: master.grad for name, master in self.masters.items() if master.grad is not None}
 
     def grad_norm(self) -> Tensor:
@@ -73,7 +82,12 @@ class MasterAdamW:
         norms = [torch.linalg.vector_norm(grad) for grad in self.gradients().values()]
         if not norms:
             raise NonFiniteError("no parameter has a gradient; the loss does not depend on the model")
-        return torch.linalg.vector_norm(torch.stack(norms))
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self._mesh is None:
+            return norm
+        square = norm.square()
+        torch.distributed.all_reduce(square, group=self._mesh.get_group())
+        return square.sqrt()
 
     def step(self, lr: float | None = None) -> float:
         """Clip, update the masters, round them into the model, and drop the gradients.
@@ -99,12 +113,17 @@ class MasterAdamW:
             for grad in self.gradients().values():
                 grad.mul_(scale)
         self._adam.step()
-        with torch.no_grad():
-            for name, p in self.params.items():
-                p.copy_(self.masters[name])
+        self._round()
         self.zero_grad()
         self.steps += 1
         return norm
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        """Masters into the model. A sharded model's parameters are its masters."""
+        for name, p in self.params.items():
+            if not isinstance(p, DTensor):
+                p.copy_(self.masters[name])
 
     def learning_rate(self) -> float:
         """Configured rate at the current step, with linear warm-up."""
@@ -112,31 +131,44 @@ class MasterAdamW:
             return self.config.lr
         return self.config.lr * min(1.0, (self.steps + 1) / self.config.warmup_steps)
 
-    def state(self) -> dict[str, Tensor]:
-        """Masters and moments by name, for a checkpoint."""
-        out: dict[str, Tensor] = {}
+    def state(self) -> Mapping[str, Tensor]:
+        """Masters and moments by name, for a checkpoint; those of a sharded model are gathered one by one."""
+        parts: dict[str, tuple[Tensor, Tensor | None]] = {}
         for name, master in self.masters.items():
-            out[f"master.{name}"] = master
+            parts[f"master.{name}"] = (master, self.params[name])
             moments: Mapping[str, Any] = self._adam.state.get(master, {})
-            for key in ("exp_avg", "exp_avg_sq", "step"):
+            for key in ("exp_avg", "exp_avg_sq"):
                 if key in moments:
-                    out[f"{key}.{name}"] = moments[key]
-        return out
+                    parts[f"{key}.{name}"] = (moments[key], self.params[name])
+            if "step" in moments:
+                parts[f"step.{name}"] = (moments["step"], None)
+        return Lazy({key: partial(_gathered, *part) for key, part in parts.items()})
 
     def load(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Restore :meth:`state`; raises :class:`CheckpointError` when a parameter is missing or has another shape."""
+        """Restore :meth:`state`; raises :class:`CheckpointError` when a parameter is missing or has another shape.
+
+        A state is that of the whole model, on however many ranks it was written.
+        """
         for name, master in self.masters.items():
-            saved = state.get(f"master.{name}")
-            if saved is None or saved.shape != master.shape:
+            p, saved = self.params[name], state.get(f"master.{name}")
+            if saved is None or saved.shape != p.shape:
                 raise CheckpointError(f"optimizer state of {name!r} is missing or has another shape")
-            master.copy_(saved)
+            master.copy_(part_of(saved.to(master.device), p))
             if f"exp_avg.{name}" in state:
                 self._adam.state[master] = {
-                    "exp_avg": state[f"exp_avg.{name}"].to(master.device),
-                    "exp_avg_sq": state[f"exp_avg_sq.{name}"].to(master.device),
+                    "exp_avg": part_of(state[f"exp_avg.{name}"].to(master.device), p).clone(),
+                    "exp_avg_sq": part_of(state[f"exp_avg_sq.{name}"].to(master.device), p).clone(),
                     "step": state[f"step.{name}"].cpu(),
                 }
         self.steps = steps
-        with torch.no_grad():
-            for name, p in self.params.items():
-                p.copy_(self.masters[name])
+        self._round()
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if isinstance(parameter, DTensor):
+        return local(parameter)
+    return parameter.detach().to(torch.float32, copy=True).requires_grad_(False)
+
+
+def _gathered(part: Tensor, like: Tensor | None) -> Tensor:
+    return part if like is None else whole(part, like)

@@ -18,6 +18,10 @@ from tracefp4.errors import ModelError
 from tracefp4.training.batch import MicroBatch
 
 
+SCORE = "tracefp4_score"
+"""Attribute of a sharded model: :func:`score_whole` as a method that gathers the weights first."""
+
+
 def token_logprobs(model: Any, batch: MicroBatch, temperature: float = 1.0, chunk: int = 4096) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the response tokens of a micro-batch.
 
@@ -47,6 +51,12 @@ class TokenScores(NamedTuple):
 
 def score_tokens(model: Any, batch: MicroBatch, temperature: float = 1.0, chunk: int = 4096) -> TokenScores:
     """As :func:`token_logprobs`, and the log-probs of the sampler's likeliest tokens where the batch has them."""
+    gathering = getattr(model, SCORE, None)
+    return score_whole(model, batch, temperature, chunk) if gathering is None else gathering(batch, temperature, chunk)
+
+
+def score_whole(model: Any, batch: MicroBatch, temperature: float, chunk: int) -> TokenScores:
+    """As :func:`score_tokens`, of a model whose weights are all there."""
     decoder = model.get_decoder()
     hidden = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
     head = model.get_output_embeddings()
