@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 from tracefp4.formats.fused import rules
 from tracefp4.formats.numerics import get_numerics
-from tracefp4.kernels import attention_decode, attention_prefill, experts, guided, kv_append, planes, quantize, routing
+from tracefp4.kernels import attention_decode, attention_prefill, dequantize, experts, guided, kv_append, planes, quantize, routing
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);")
@@ -130,9 +130,12 @@ def rounding() -> list[bool]:
                            enable_fp_fusion=False))  # fmt: skip
         for bits, scale_bits, partial in ((1, 8, False), (1, 3, True), (4, 8, False)):
             follow = {"ORDERED": partial, "PARTIAL": partial, "SCALE_BITS": scale_bits, "BITS": bits, "CODES": False,
-                      "OPERAND": True, "VALUES": False}  # fmt: skip
+                      "PACKED": False, "OPERAND": True, "VALUES": False}  # fmt: skip
             done.append(report(f"guided {name} r{bits}/s{scale_bits}{' partial' * partial}", guided._quantize_guided,
                                SMALL, shared | follow, 2048, num_warps=2, enable_fp_fusion=False))  # fmt: skip
+        done.append(report(f"dequantize {name}", dequantize._dequantize, SMALL | {"factor_ptr": "*fp32"},
+                           {"TILE": 2048 // n.block, "BLOCK": n.block, "E8M0": n.e8m0, "FACTOR": True}, 2048,
+                           num_warps=4, enable_fp_fusion=False))  # fmt: skip
     for bits in (1, 4):
         for word, kernel in (("pack", planes._pack), ("unpack", planes._unpack)):
             done.append(report(f"{word} r{bits}", kernel, SMALL, {"BITS": bits, "TILE": 512}, 4096, num_warps=4))

@@ -180,6 +180,9 @@ class TrainConfig(_Table):
     """Padded tokens a micro-batch."""
     gradient_checkpointing: bool = True
     """Recompute each decoder layer in the backward pass."""
+    weight_cache: Literal["auto", "widened", "packed"] = "auto"
+    """How quantized expert weights are kept between the micro-batches of an optimizer step: ``widened`` to bfloat16, or
+    ``packed`` as codes and widened for each layer (a quarter of the memory, more time). ``auto``: packed if sharded."""
     unguided_every: int = Field(default=5, ge=0)
     """Measure the mismatch without guidance on every n-th step; 0 never."""
     max_lag: int = Field(default=0, ge=0)

@@ -17,6 +17,7 @@ from tracefp4.errors import GuidanceError
 from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.fused import has_kernel, rules
 from tracefp4.formats.numerics import Numerics
+from tracefp4.formats.packed import Packed
 from tracefp4.guidance.codec import pack_bits
 from tracefp4.guidance.record import SiteRecord
 from tracefp4.quantizers.nearest import quantize_nearest
@@ -39,6 +40,8 @@ class Rounding:
     numerics: Numerics
     decode: Tensor | None = None
     """float32 ``(R, 1)``: what :meth:`decode_scale` returns, where a kernel has written it already."""
+    packed: Packed | None = None
+    """Codes and block scales, for a backward pass."""
 
     @classmethod
     def of(cls, q: Quantized, bits: int, operand: Tensor) -> Rounding:
@@ -62,15 +65,21 @@ class Rounding:
         return Quantized(self.scales, self.scales, self.global_scale, self.numerics).decode_scale()
 
 
-def round_nearest(x: Tensor, numerics: Numerics, bits: int = 0) -> Rounding:
-    """Quantize ``x (R, D)`` to nearest, for a product, keeping ``bits`` low bits of each code (0: none)."""
+def round_nearest(x: Tensor, numerics: Numerics, bits: int = 0, *, pack: bool = False) -> Rounding:
+    """Quantize ``x (R, D)`` to nearest, for a product, keeping ``bits`` low bits of each code (0: none).
+
+    With ``pack`` the codes are returned too, two a byte.
+    """
     if has_kernel(x, numerics):
         from tracefp4.kernels.quantize import quantize
 
-        out = quantize(x.detach(), rules(numerics), operand=True, bits=bits, decode=True)
-        return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode)
+        out = quantize(x.detach(), rules(numerics), operand=True, packed=pack, bits=bits, decode=True)
+        packed = None if out.packed is None else Packed(out.packed, out.scales, numerics)
+        return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode, packed)
     q = quantize_nearest(x, numerics)
-    return Rounding.of(q, bits, q.operand())
+    found = Rounding.of(q, bits, q.operand())
+    found.packed = Packed.of(q) if pack else None
+    return found
 
 
 def round_gated(x: Tensor, numerics: Numerics, bits: int = 0) -> Rounding | None:
@@ -93,6 +102,8 @@ def round_recorded(
     rows: Tensor | None,
     valid: Tensor | None,
     values: torch.dtype | None = None,
+    *,
+    pack: bool = False,
 ) -> Rounding | None:
     """Round ``x (R, D)`` as recorded outcomes say (decoder ``bracket``), or ``None`` where there is no kernel for it.
 
@@ -103,6 +114,7 @@ def round_recorded(
         rows: index of each vector of ``x`` among the recorded ones; ``None`` if they are in order.
         valid: bool, one for each token row: it has guidance. ``None``: all have.
         values: return dequantized values in this dtype instead of operands.
+        pack: return the codes too, two a byte.
     """
     if x.ndim != 2 or not has_kernel(x, numerics) or (numerics.scope == "token") != (record.global_scale is not None):
         return None
@@ -114,6 +126,7 @@ def round_recorded(
         x.detach(), rules(numerics), record.planes.flatten(0, 1).contiguous(), record.scales.flatten(0, 1).contiguous(),
         None if record.global_scale is None else record.global_scale.contiguous(),
         bits=record.bits, scale_bits=record.scale_bits, rows=rows, valid=valid, vectors=record.shape.vectors,
-        operand=values is None, values=values,
+        operand=values is None, values=values, packed=pack,
     )  # fmt: skip
-    return Rounding(out.operand, out.values, None, out.scales, out.global_scale, numerics)
+    packed = None if out.packed is None else Packed(out.packed, out.scales, numerics)
+    return Rounding(out.operand, out.values, None, out.scales, out.global_scale, numerics, packed)

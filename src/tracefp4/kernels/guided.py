@@ -69,10 +69,10 @@ def _recorded_bits(ptr, row, block, width, TILE: tl.constexpr, BLOCK: tl.constex
 @triton.jit
 def _quantize_guided(
     x_ptr, planes_ptr, recorded_ptr, global_ptr, rows_ptr, valid_ptr,
-    codes_ptr, scales_ptr, new_global_ptr, operand_ptr, values_ptr,
+    codes_ptr, packed_ptr, scales_ptr, new_global_ptr, operand_ptr, values_ptr,
     width, x_stride, vectors,
     TILE: tl.constexpr, ORDERED: tl.constexpr, PARTIAL: tl.constexpr, SCALE_BITS: tl.constexpr, BITS: tl.constexpr,
-    CODES: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr,
+    CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr,
     BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
     QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
@@ -119,8 +119,8 @@ def _quantize_guided(
     scale = tl.where(broken, 255 if E8M0 else 127, scale)
     tl.store(scales_ptr + row * (width // BLOCK) + block, scale.to(tl.uint8), mask=inside)
     write(
-        code, scale, decode, row, block, width, codes_ptr, codes_ptr, operand_ptr, values_ptr, codes_ptr,
-        TILE, CODES, False, OPERAND, VALUES, 0, BLOCK, E8M0,
+        code, scale, decode, row, block, width, codes_ptr, packed_ptr, operand_ptr, values_ptr, codes_ptr,
+        TILE, CODES, PACKED, OPERAND, VALUES, 0, BLOCK, E8M0,
     )  # fmt: skip
 
 
@@ -142,6 +142,7 @@ def quantize_guided(
     valid: Tensor | None = None,
     vectors: int = 1,
     codes: bool = False,
+    packed: bool = False,
     operand: bool = False,
     values: torch.dtype | None = None,
 ) -> Fused:
@@ -159,6 +160,7 @@ def quantize_guided(
         valid: bool ``(T,)``: token rows that have guidance; the others are rounded on their own. ``None``: all have.
         vectors: vectors of a token row.
         codes: write whole codes.
+        packed: write them two a byte.
         operand: write exact bfloat16 operands.
         values: write dequantized values in this dtype.
 
@@ -169,14 +171,14 @@ def quantize_guided(
         x = x.contiguous()
     count, width = x.shape
 
-    out = allocate(x, x.shape[:1], width, rules, codes, False, operand, values, 0)
+    out = allocate(x, x.shape[:1], width, rules, codes, packed, operand, values, 0)
     tile, none = tile_of(width, rules), out.scales
     _quantize_guided[(count, triton.cdiv(width // rules.block, tile))](
-        x, planes, recorded, *(given_or(t, none) for t in (global_scale, rows, valid, out.codes)), out.scales,
+        x, planes, recorded, *(given_or(t, none) for t in (global_scale, rows, valid, out.codes, out.packed)), out.scales,
         *(given_or(t, none) for t in (out.global_scale, out.operand, out.values)),
         width, x.stride(0), vectors,
         TILE=tile, ORDERED=rows is not None, PARTIAL=valid is not None, SCALE_BITS=scale_bits, BITS=bits,
-        CODES=codes, OPERAND=operand, VALUES=values is not None,
+        CODES=codes, PACKED=packed, OPERAND=operand, VALUES=values is not None,
         **rules.constants(), num_warps=warps_of(tile * rules.block), enable_fp_fusion=False,
     )  # fmt: skip
     return out

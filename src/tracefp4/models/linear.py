@@ -13,17 +13,22 @@ by :mod:`tracefp4.models.dispatch`, are multiplied in one batched product over r
 
 The backward pass is straight-through: a quantized operand is a constant copy of the tensor it stands for, so the
 gradient reaches ``x`` and ``weight`` as if they had been multiplied themselves, with the other factor dequantized.
+An operand that comes with its codes is kept as codes until then, and widened again unless it is still around.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tracefp4.errors import ModelError
+from tracefp4.formats.numerics import Numerics
+from tracefp4.formats.packed import Packed
 from tracefp4.models.dispatch import Dispatch, Group
 from tracefp4.models.sites import Operand
 
@@ -60,8 +65,7 @@ def expert_linear(
         ModelError: operands whose shapes do not fit.
     """
     _check(x, weight, x_op, w_op, plan, per_token, transposed)
-    operands = (x_op.values, x_op.scale, w_op.values, w_op.scale)
-    return _ExpertLinear.apply(x, weight, bias, *operands, plan, per_token, transposed)
+    return _ExpertLinear.apply(x, weight, bias, x_op, w_op, plan, per_token, transposed)
 
 
 def _check(
@@ -169,31 +173,31 @@ class _ExpertLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        x_values: Tensor,
-        x_scale: Tensor | None,
-        w_values: Tensor,
-        w_scale: Tensor | None,
+        x_op: Operand,
+        w_op: Operand,
         plan: Dispatch,
         per_token: bool,
         transposed: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x_values, x_scale, w_values, w_scale)
+        ctx.kept = _Kept.of(x_op), _Kept.of(w_op)
+        ctx.save_for_backward(*_tensors(x_op), *_tensors(w_op))
         ctx.plan, ctx.per_token, ctx.transposed = plan, per_token, transposed
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return _forward(x.dtype, Operand(x_values, x_scale), Operand(w_values, w_scale), bias, plan, per_token)
+        return _forward(x.dtype, x_op, w_op, bias, plan, per_token)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_values, x_scale, w_values, w_scale = ctx.saved_tensors
+        (x_kept, w_kept), saved = ctx.kept, ctx.saved_tensors
         plan, (x_dtype, w_dtype, b_dtype) = ctx.plan, ctx.dtypes
         grad = grad.contiguous()
         grad_x = grad_w = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_x = _grad_input(grad, Operand(w_values, w_scale), plan, ctx.per_token).to(x_dtype)
+            grad_x = _grad_input(grad, w_kept.operand(*saved[3:]), plan, ctx.per_token).to(x_dtype)
         if ctx.needs_input_grad[1]:
-            shape = w_values.transpose(1, 2).shape if ctx.transposed else w_values.shape
+            experts, out, width = w_kept.shape
+            shape = (experts, width, out) if ctx.transposed else (experts, out, width)
             grad_w = torch.zeros(shape, dtype=w_dtype, device=grad.device)
-            _grad_weight(grad, Operand(x_values, x_scale), plan, ctx.per_token, ctx.transposed, grad_w)
+            _grad_weight(grad, x_kept.values(*saved[:3]), plan, ctx.per_token, ctx.transposed, grad_w)
         if ctx.needs_input_grad[2]:
             wide = torch.promote_types(grad.dtype, torch.float32)
             grad_b = torch.zeros(plan.num_experts, grad.shape[1], dtype=wide, device=grad.device)
@@ -201,7 +205,46 @@ class _ExpertLinear(torch.autograd.Function):
                 part = _padded(grad[group.rows], plan, group)
                 grad_b[group.first : group.first + group.size] = part.sum(1, dtype=wide)
             grad_b = grad_b.to(b_dtype)
-        return grad_x, grad_w, grad_b, None, None, None, None, None, None, None
+        return grad_x, grad_w, grad_b, None, None, None, None, None
+
+
+def _tensors(operand: Operand) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What a backward pass keeps of an operand: values or codes, block scales of codes, global scale."""
+    if operand.packed is None:
+        return operand.values, None, operand.scale
+    return operand.packed.codes, operand.packed.scales, operand.scale
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """How an operand is made again of its tensors."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    numerics: Numerics | None
+    """Of codes; ``None`` if the values themselves are kept."""
+    alive: weakref.ref[Tensor] | None
+    """The values, for as long as somebody else holds them."""
+
+    @classmethod
+    def of(cls, operand: Operand) -> _Kept:
+        values, packed = operand.values, operand.packed
+        if packed is None:
+            return cls(values.shape, values.dtype, None, None)
+        return cls(values.shape, values.dtype, packed.numerics, weakref.ref(values))
+
+    def operand(self, data: Tensor, scales: Tensor | None, scale: Tensor | None) -> Operand:
+        """The operand, to the same bits."""
+        if self.numerics is None or scales is None:
+            return Operand(data, scale)
+        values = self.alive() if self.alive is not None else None
+        return Operand(Packed(data, scales, self.numerics).operand(self.dtype) if values is None else values, scale)
+
+    def values(self, data: Tensor, scales: Tensor | None, scale: Tensor | None) -> Tensor:
+        """An activation as its gradient's other factor: times its global scale, rounded once."""
+        if self.numerics is not None and scales is not None:
+            return Packed(data, scales, self.numerics).values(scale, self.dtype)
+        return data if scale is None else (data * scale).to(data.dtype)
 
 
 def _grad_input(grad: Tensor, w_op: Operand, plan: Dispatch, per_token: bool) -> Tensor:
@@ -226,9 +269,8 @@ def _grad_input(grad: Tensor, w_op: Operand, plan: Dispatch, per_token: bool) ->
     return total
 
 
-def _grad_weight(grad: Tensor, x_op: Operand, plan: Dispatch, per_token: bool, transposed: bool, out: Tensor) -> None:
-    """Write ``grad^T @ (values_x * scale_x)`` into ``out``, for each expert that was hit, in the parameter's layout."""
-    x = x_op.values if x_op.scale is None else (x_op.values * x_op.scale).to(x_op.values.dtype)
+def _grad_weight(grad: Tensor, x: Tensor, plan: Dispatch, per_token: bool, transposed: bool, out: Tensor) -> None:
+    """Write ``grad^T @ x`` into ``out``, for each expert that was hit, in the parameter's layout."""
     for group in plan.groups:
         left = _padded(grad[group.rows], plan, group)
         right = _padded(_rows(x, plan, group, per_token), plan, group)

@@ -37,5 +37,5 @@ class OperandCache:
 def widened(operand: Operand) -> Operand:
     """The operand as products on its device want it: in float32 on a CPU."""
     if operand.values.device.type == "cpu" and operand.values.dtype is torch.bfloat16:
-        return Operand(operand.values.float(), operand.scale)
+        return Operand(operand.values.float(), operand.scale, operand.packed)
     return operand

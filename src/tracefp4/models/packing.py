@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tracefp4.formats import e2m1
 from tracefp4.formats.blocks import Quantized, quantize_weight
 from tracefp4.formats.numerics import Numerics
+from tracefp4.formats.packed import Packed
 from tracefp4.models.fingerprint import fingerprint
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.sites import Operand
@@ -49,9 +50,9 @@ class PackedWeight:
 
     def operand(self) -> Operand:
         """The weight as a matrix multiplication takes it: exact bfloat16 values and one FP32 scale an expert."""
-        q = self.quantized()
-        scale = q.decode_scale()
-        return Operand(q.operand(), None if scale is None else scale.reshape(-1))
+        packed = Packed(self.codes, self.scales, self.numerics)
+        scale = Quantized(self.codes, self.scales, self.global_scale, self.numerics).decode_scale()
+        return Operand(packed.operand(), None if scale is None else scale.reshape(-1), packed)
 
     def parts(self) -> Iterator[Tensor]:
         """The stored tensors in a fixed order."""

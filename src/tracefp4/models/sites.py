@@ -15,6 +15,8 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from tracefp4.formats.packed import Packed
+
 
 @dataclass(slots=True)
 class Operand:
@@ -29,6 +31,8 @@ class Operand:
     """``(rows, width)`` bfloat16 for activations; ``(experts, out, in)`` bfloat16 for weights."""
     scale: Tensor | None
     """``(rows, 1)`` float32 for activations; ``(experts,)`` float32 for weights."""
+    packed: Packed | None = None
+    """The codes that ``values`` were widened from, where a backward pass had better keep those."""
 
 
 class ExpertsSite(Protocol):

@@ -45,7 +45,7 @@ from tracefp4.rl.journal import Journal, NoJournal, make_tracker
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
 from tracefp4.rl.routers import check_routers
-from tracefp4.rl.setup import check_ranks, check_training, config_hash, resolve_device
+from tracefp4.rl.setup import check_ranks, check_training, config_hash, resolve_device, weight_cache
 from tracefp4.rl.sft_data import check_targets, gold_pairs
 from tracefp4.rl.tasks import make_task
 from tracefp4.rl.update import GuidanceSource, Updater
@@ -58,6 +58,7 @@ from tracefp4.training.policy import recompute_layers
 from tracefp4.training.ranks import ALONE, Ranks
 from tracefp4.training.sharding import shard, weights
 from tracefp4.training.sites import TrainerSites
+from tracefp4.training.weights import WeightOperands
 
 
 Saved = tuple[Path, dict[str, Tensor], dict[str, Tensor], TrainState]
@@ -158,10 +159,13 @@ class Run:
         self.top_logprobs = min(config.loss.centering_top, embedding.num_embeddings) if centering else 0
         shapes = self.layout.recordable_shapes(self.trainer_spec)
         self.guided_shapes = () if self.plan is None else self.plan.select(shapes, self.layout.num_layers)
-        self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder)
+        cached = WeightOperands(self.trainer_spec.weights, weight_cache(config, self.ranks))
+        self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder, cached)
+        self.sites.pack_saved = not config.train.gradient_checkpointing
         bind(self.model, self.sites, spec=self.trainer_spec)
         if self.ranks.size > 1:
             shard(self.model, self.layout, self.ranks)
+            self.sites.weights.manage()
         self.optimizer = MasterAdamW(self.model.named_parameters(), config.optimizer)
         if saved is not None:
             self._resume(*saved)

@@ -16,6 +16,7 @@ from tracefp4.quantizers.guided import DECODERS
 from tracefp4.rl.centering import check_centering
 from tracefp4.rl.rejection import parse_rules
 from tracefp4.training.ranks import Ranks
+from tracefp4.training.weights import Cache
 
 
 def resolve_device(name: str) -> torch.device:
@@ -47,6 +48,16 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
             f"device = {config.device!r} names one device for {ranks.size} processes; with device = 'cuda' each takes "
             "its own"
         )
+
+
+def weight_cache(config: Config, ranks: Ranks) -> Cache:
+    """What is kept of quantized weights; ``auto``: widened on one rank, packed where they are sharded for want of room.
+
+    Values are the same either way.
+    """
+    if config.train.weight_cache != "auto":
+        return config.train.weight_cache
+    return "widened" if ranks.size == 1 else "packed"
 
 
 def check_training(config: Config) -> None:
@@ -94,6 +105,7 @@ def check_decoder(plan: Plan, decoder: str) -> None:
 
 
 def config_hash(config: Config) -> str:
-    """Hash of every setting that shapes the numbers of a run; its length, folder, tracker and threads do not."""
-    data = config.model_dump(mode="json", exclude={"steps", "max_minutes", "output_dir", "tracker", "threads"})
+    """Hash of every setting that shapes the numbers of a run; its length, folder, tracker, threads and caches do not."""
+    free = dict.fromkeys(("steps", "max_minutes", "output_dir", "tracker", "threads"), True)
+    data = config.model_dump(mode="json", exclude={**free, "train": {"weight_cache"}})
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()

@@ -119,6 +119,7 @@ class Updater:
             if load is not None:
                 self._check_coverage(tally)
             norms.append(self.optimizer.step())
+            self.sites.weights.renew()
         metrics |= tally.metrics()
         failed = self.sites.checks.take(self._ranks)
         if failed is not None:
@@ -207,9 +208,10 @@ class Updater:
 
     def _batches(self, examples: Sequence[Example], load: Loader | None):
         groups = plan_micro_batches(examples, self.config.train.micro_tokens)
+        missing = self._ranks.most(len(groups)) - len(groups)
         for group in groups:
             yield collate([replace(e, record=load(e)) for e in group] if load else group, self._device)
-        for _ in range(self._ranks.most(len(groups)) - len(groups)):
+        for _ in range(missing):
             yield filler(self._device)
 
 

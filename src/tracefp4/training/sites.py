@@ -24,6 +24,7 @@ from tracefp4.errors import ConfigError
 from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.fused import has_kernel
 from tracefp4.formats.numerics import Numerics
+from tracefp4.formats.packed import Packed
 from tracefp4.formats.spec import Spec
 from tracefp4.guidance.rounding import Rounding, round_nearest, round_recorded
 from tracefp4.models.attention import dense_attention
@@ -62,6 +63,9 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         self.routes: Tensor | None = None
         self.observer: Observer | None = None
         self.checks = ScaleChecks()
+        self.pack_saved = False
+        """Keep rounded expert inputs as codes for the backward pass. Where layers are recomputed they do not live long
+        enough for that to be worth a pass."""
         super().__init__(
             experts={layer: _Experts(self, layer) for layer in layout.moe_layers},
             routers={layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)},
@@ -96,9 +100,9 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         """As :meth:`quantize`, for a matrix product: exact operand and global scale."""
         fused = self._fused(site, x, numerics, rows, None)
         if fused is not None and fused.operand is not None:
-            return Operand(fused.operand, fused.decode_scale())
+            return Operand(fused.operand, fused.decode_scale(), fused.packed)
         q = self.quantize(site, x, numerics, rows)
-        return Operand(q.operand(), q.decode_scale())
+        return Operand(q.operand(), q.decode_scale(), Packed.of(q) if self._packs(numerics) else None)
 
     def values(self, site: Site, x: Tensor, numerics: Numerics) -> Tensor:
         """As :meth:`quantize`: dequantized, in the dtype of ``x``."""
@@ -106,6 +110,9 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         if fused is not None and fused.values is not None:
             return fused.values
         return self.quantize(site, x, numerics).dequantize(x.dtype)
+
+    def _packs(self, numerics: Numerics) -> bool:
+        return self.pack_saved and numerics.element == "e2m1" and torch.is_grad_enabled()
 
     def _fused(
         self, site: Site, x: Tensor, numerics: Numerics, rows: Tensor | None, values: torch.dtype | None
@@ -116,10 +123,11 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         guidance = self.guidance
         recorded = guidance.sites.get(site) if guidance is not None else None
         if guidance is None or recorded is None:
-            return None if values else round_nearest(x, numerics)
+            return None if values else round_nearest(x, numerics, pack=self._packs(numerics))
         if self.decoder != "bracket":
             return None
-        fused = round_recorded(x, recorded, numerics, rows, None if guidance.complete else guidance.guided, values)
+        valid, pack = None if guidance.complete else guidance.guided, values is None and self._packs(numerics)
+        fused = round_recorded(x, recorded, numerics, rows, valid, values, pack=pack)
         if fused is not None and recorded.checks is not None:
             self.checks.count(fused.scales, recorded, guidance.guided, rows)
         return fused

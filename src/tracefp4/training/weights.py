@@ -1,13 +1,34 @@
-"""The trainer's expert weights, quantized with the numerics that the engine uses for the same weights."""
+"""The trainer's expert weights, quantized once for as long as they do not change.
+
+A weight is quantized with the numerics that the engine uses for it. Its operand then serves every micro-batch up to
+the next optimizer step, each layer twice under gradient checkpointing. What is kept in between is a choice:
+
+``widened``   the bfloat16 operand, 2 bytes a value (float32 on a CPU, where products widen their operands anyway)
+``packed``    codes and scales, 0.56 bytes in NVFP4, and the operands of the layer in flight; a layer is widened when
+              its forward pass begins and once more before its backward pass
+
+Whether a weight has changed is what PyTorch's count of in-place changes tells. A sharded model gathers its weights
+again and again without a change and without counting; there the optimizer says so (:meth:`WeightOperands.manage`).
+"""
 
 from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Literal
 
 from torch import Tensor, nn
 
 from tracefp4.formats.numerics import Numerics
-from tracefp4.models.operands import OperandCache
-from tracefp4.models.packing import pack_weight
+from tracefp4.models.operands import widened
+from tracefp4.models.packing import PackedWeight, pack_weight
 from tracefp4.models.sites import Operand
+
+Cache = Literal["widened", "packed"]
+
+IN_FLIGHT = 2
+"""Operands that ``packed`` keeps: both projections of one layer."""
+
+_Stamp = tuple[int, ...]
 
 
 class WeightOperands:
@@ -15,19 +36,63 @@ class WeightOperands:
 
     Args:
         numerics: weight numerics of the trainer's spec; ``None`` leaves weights in bfloat16.
+        cache: what is kept of quantized weights; elements of eight bits have no packed form and are kept widened.
     """
 
-    def __init__(self, numerics: Numerics | None) -> None:
+    def __init__(self, numerics: Numerics | None, cache: Cache = "widened") -> None:
         self.numerics = numerics
-        self._cache = OperandCache()
+        self.cache: Cache = cache if numerics is not None and numerics.element == "e2m1" else "widened"
+        self._packed: dict[tuple[int, str], tuple[_Stamp, PackedWeight]] = {}
+        self._operands: OrderedDict[tuple[int, str], tuple[_Stamp, Operand]] = OrderedDict()
+        self._version: int | None = None
+
+    def manage(self) -> None:
+        """From now on weights change when :meth:`renew` says so, and never otherwise."""
+        self._version = 0
+
+    def renew(self) -> None:
+        """Weights have changed. Of no effect unless they are managed."""
+        if self._version is not None:
+            self._version += 1
 
     def get(self, module: nn.Module, projection: str) -> Operand:
         """Operand ``(E, out, in)`` of ``module.<projection>``, quantized anew only after the weight changed."""
         weight: Tensor = getattr(module, projection)
-        return self._cache.get(weight, lambda: self._make(module, weight.detach()))
-
-    def _make(self, module: nn.Module, weight: Tensor) -> Operand:
         transposed = bool(getattr(module, "is_transposed", False))
+        if self.numerics is None and self._version is not None:
+            # Gathered memory is given back after the layer: nothing may hold on to it.
+            return self._plain(weight.detach(), transposed)
+        key, stamp = (id(module), projection), self._stamp(weight)
+        kept = self._operands.get(key)
+        if kept is not None and kept[0] == stamp:
+            self._operands.move_to_end(key)
+            return kept[1]
+        operand = widened(self._make(key, stamp, weight.detach(), transposed))
+        self._operands[key] = (stamp, operand)
+        if self.cache == "packed" and len(self._operands) > IN_FLIGHT:
+            self._operands.popitem(last=False)
+        return operand
+
+    def nbytes(self) -> int:
+        """Bytes of everything that is kept beside the weights themselves."""
+        packed = [part for _, weight in self._packed.values() for part in weight.parts()]
+        wide = [] if self.numerics is None else [operand.values for _, operand in self._operands.values()]
+        return sum(tensor.nbytes for tensor in (*packed, *wide))
+
+    def _stamp(self, weight: Tensor) -> _Stamp:
+        return (id(weight), weight.data_ptr(), weight._version) if self._version is None else (self._version,)
+
+    def _make(self, key: tuple[int, str], stamp: _Stamp, weight: Tensor, transposed: bool) -> Operand:
         if self.numerics is None:
-            return Operand(weight.transpose(1, 2).contiguous() if transposed else weight, None)
-        return pack_weight(weight, self.numerics, transposed=transposed).operand()
+            return self._plain(weight, transposed)
+        kept = self._packed.get(key)
+        if kept is None or kept[0] != stamp:
+            kept = (stamp, pack_weight(weight, self.numerics, transposed=transposed))
+            if self.cache == "packed":
+                self._packed[key] = kept
+        operand = kept[1].operand()
+        return operand if self.cache == "packed" else Operand(operand.values, operand.scale)
+
+    @staticmethod
+    def _plain(weight: Tensor, transposed: bool) -> Operand:
+        return Operand(weight.transpose(1, 2).contiguous() if transposed else weight, None)
