@@ -24,7 +24,18 @@ from triton.compiler import ASTSource
 
 from tracefp4.formats.fused import rules
 from tracefp4.formats.numerics import get_numerics
-from tracefp4.kernels import attention_decode, attention_prefill, dequantize, experts, guided, kv_append, planes, quantize, routing
+from tracefp4.kernels import (
+    attention_decode,
+    attention_prefill,
+    dequantize,
+    experts,
+    experts_training,
+    guided,
+    kv_append,
+    planes,
+    quantize,
+    routing,
+)
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);")
@@ -191,6 +202,14 @@ def products() -> list[bool]:
             limit = 80 if rows == 8 and columns == 64 else None
             done.append(report(name, experts._grouped, kinds, constants, columns * 64 * unroll, num_warps=warps,
                                num_stages=stages, maxnreg=limit, enable_fp_fusion=False))  # fmt: skip
+    more = pointers | {"starts_ptr": "*i64"}
+    tile = {"TOP_K": 8, "ROWS": 128, "COLUMNS": 128, "STEP": 64, "PER_TOKEN": True}
+    for word, inner in (("forward", "w_k"), ("gradient of x", "w_n")):
+        constants = tile | {"EVEN": True, "X_SCALE": True, "ALPHA": True, inner: 1}
+        done.append(report(f"training experts, {word}", experts_training._pairs, more, constants, 128 * 128,
+                           num_warps=8, num_stages=3, enable_fp_fusion=False))  # fmt: skip
+    done.append(report("training experts, gradient of W", experts_training._weights, more, tile | {"out_k": 1},
+                       128 * 128, num_warps=8, num_stages=3))  # fmt: skip
     ids = {"experts_ptr": "*i64", "order_ptr": "*i32", "tiles_ptr": "*i32"}
     done.append(report("route: places", routing._place, ids, {"SIZE": 16, "STEP": 128}, 16, num_warps=4))
     done.append(report("route: tiles", routing._tile, ids, {"ROWS": 16, "EXPERTS": 128, "STEP": 32}, 128, num_warps=8))

@@ -111,7 +111,7 @@ def test_a_run_of_two_ranks_records_what_a_run_of_one_does(folders) -> None:
     assert evaluations[0] == evaluations[1]
 
 
-def test_checkpoints_of_two_ranks_are_those_of_one_and_load_in_one(folders, tree, cache, tmp_path, monkeypatch) -> None:
+def test_checkpoints_of_two_ranks_are_those_of_one_and_load_in_one(folders, cache, tmp_path, monkeypatch) -> None:
     states = []
     for folder in folders.values():
         (found,) = checkpoint.complete(folder / "run" / "checkpoints")
@@ -124,7 +124,7 @@ def test_checkpoints_of_two_ranks_are_those_of_one_and_load_in_one(folders, tree
             torch.testing.assert_close(two[key], tensor, rtol=2e-2, atol=1e-2)
     monkeypatch.setenv("TRACEFP4_CACHE", str(cache))
     shutil.copytree(folders[2] / "run", tmp_path / "run")
-    run = Run(settings.parse(tree | {"output_dir": str(tmp_path / "run"), "steps": 2}))
+    run = Run(settings.load(tmp_path / "run" / "config.toml", [f"output_dir={tmp_path / 'run'}"]))
     run.task.close()
     assert run.step == 2
     for name, parameter in run.model.named_parameters():

@@ -129,4 +129,4 @@ def round_recorded(
         operand=values is None, values=values, packed=pack,
     )  # fmt: skip
     packed = None if out.packed is None else Packed(out.packed, out.scales, numerics)
-    return Rounding(out.operand, out.values, None, out.scales, out.global_scale, numerics, packed)
+    return Rounding(out.operand, out.values, None, out.scales, out.global_scale, numerics, packed=packed)

@@ -40,7 +40,9 @@ def _dequantize(
     tl.store(out_ptr + to, narrow(value, out_ptr.dtype.element_ty), mask=mask)
 
 
-def dequantize(packed: Tensor, scales: Tensor, rules: Rules, dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
+def dequantize(
+    packed: Tensor, scales: Tensor, rules: Rules, dtype: torch.dtype, factor: Tensor | None = None
+) -> Tensor:
     """Values of packed codes.
 
     Args:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tracefp4.errors import ModelError
 from tracefp4.kernels.runtime import usable
-from tracefp4.models import opaque
+from tracefp4.models import opaque, trained
 from tracefp4.models.dispatch import Dispatch, Strategy, choose_strategy, dispatch
 from tracefp4.models.linear import expert_linear
 from tracefp4.models.sites import ExpertsSite, Operand
@@ -98,6 +98,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     weights = _kernel_weights(module, site, hidden_states)
     if weights is not None:
         return _by_kernel(module, site, hidden_states, top_k_index, top_k_weights, weights)
+    if _training(module) and getattr(site, "strategy", "auto") == "auto" and trained.takes(module, hidden_states):
+        return trained.forward(module, site, hidden_states, top_k_index, top_k_weights)
     plan = _plan(module, site, hidden_states, top_k_index)
     transposed = bool(getattr(module, "is_transposed", False))
     up_bias, down_bias = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
@@ -165,10 +167,13 @@ def _plan(module: Any, site: ExpertsSite, x: Tensor, index: Tensor) -> Dispatch:
     """Choose the strategy; a site object may name one in an attribute ``strategy``."""
     strategy: Strategy = getattr(site, "strategy", "auto")
     if strategy == "auto":
-        # A checkpointed layer may first run without gradients: the mode of the module tells, not grad mode alone.
-        training = module.training or torch.is_grad_enabled()
-        strategy = choose_strategy(x.shape[0], module.num_experts, x.device, training)
+        strategy = choose_strategy(x.shape[0], module.num_experts, x.device, _training(module))
     return dispatch(index, module.num_experts, strategy)
+
+
+def _training(module: Any) -> bool:
+    """A checkpointed layer may first run without gradients: the mode of the module tells, not grad mode alone."""
+    return module.training or torch.is_grad_enabled()
 
 
 class _Combine(torch.autograd.Function):

@@ -19,17 +19,14 @@ An operand that comes with its codes is kept as codes until then, and widened ag
 from __future__ import annotations
 
 import functools
-import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tracefp4.errors import ModelError
-from tracefp4.formats.numerics import Numerics
-from tracefp4.formats.packed import Packed
 from tracefp4.models.dispatch import Dispatch, Group
+from tracefp4.models.kept import Kept, tensors_of
 from tracefp4.models.sites import Operand
 
 
@@ -179,8 +176,8 @@ class _ExpertLinear(torch.autograd.Function):
         per_token: bool,
         transposed: bool,
     ) -> Tensor:
-        ctx.kept = _Kept.of(x_op), _Kept.of(w_op)
-        ctx.save_for_backward(*_tensors(x_op), *_tensors(w_op))
+        ctx.kept = Kept.of(x_op), Kept.of(w_op)
+        ctx.save_for_backward(*tensors_of(x_op), *tensors_of(w_op))
         ctx.plan, ctx.per_token, ctx.transposed = plan, per_token, transposed
         ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         return _forward(x.dtype, x_op, w_op, bias, plan, per_token)
@@ -206,45 +203,6 @@ class _ExpertLinear(torch.autograd.Function):
                 grad_b[group.first : group.first + group.size] = part.sum(1, dtype=wide)
             grad_b = grad_b.to(b_dtype)
         return grad_x, grad_w, grad_b, None, None, None, None, None
-
-
-def _tensors(operand: Operand) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What a backward pass keeps of an operand: values or codes, block scales of codes, global scale."""
-    if operand.packed is None:
-        return operand.values, None, operand.scale
-    return operand.packed.codes, operand.packed.scales, operand.scale
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """How an operand is made again of its tensors."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    numerics: Numerics | None
-    """Of codes; ``None`` if the values themselves are kept."""
-    alive: weakref.ref[Tensor] | None
-    """The values, for as long as somebody else holds them."""
-
-    @classmethod
-    def of(cls, operand: Operand) -> _Kept:
-        values, packed = operand.values, operand.packed
-        if packed is None:
-            return cls(values.shape, values.dtype, None, None)
-        return cls(values.shape, values.dtype, packed.numerics, weakref.ref(values))
-
-    def operand(self, data: Tensor, scales: Tensor | None, scale: Tensor | None) -> Operand:
-        """The operand, to the same bits."""
-        if self.numerics is None or scales is None:
-            return Operand(data, scale)
-        values = self.alive() if self.alive is not None else None
-        return Operand(Packed(data, scales, self.numerics).operand(self.dtype) if values is None else values, scale)
-
-    def values(self, data: Tensor, scales: Tensor | None, scale: Tensor | None) -> Tensor:
-        """An activation as its gradient's other factor: times its global scale, rounded once."""
-        if self.numerics is not None and scales is not None:
-            return Packed(data, scales, self.numerics).values(scale, self.dtype)
-        return data if scale is None else (data * scale).to(data.dtype)
 
 
 def _grad_input(grad: Tensor, w_op: Operand, plan: Dispatch, per_token: bool) -> Tensor:

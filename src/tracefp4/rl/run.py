@@ -385,9 +385,7 @@ class Run:
             )
         return found[-1], model, optimizer, state
 
-    def _resume(
-        self, folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainState
-    ) -> None:
+    def _resume(self, folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainState) -> None:
         self.optimizer.load(optimizer, state.optimizer_steps)
         self.step, self.version = state.step, state.weight_version
         self.note(f"resumed from {folder}")

@@ -1,0 +1,99 @@
+"""Routed experts of a trainer, by the grouped kernels of :mod:`tracefp4.kernels.experts_training`.
+
+The same four steps as :mod:`tracefp4.models.linear`, in the same precision: exact operands, float32 sums, global scales
+applied to the sum, one rounding. The pairs stand in the order token, slot, so a site's ``middle`` sees its rows in the
+order in which guidance is recorded. Gradients differ from the plain path in two roundings: a pair's share of the
+gradient of ``x`` is rounded to the model's dtype before the slots are added, and sums run in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracefp4.kernels.runtime import usable
+from tracefp4.models.kept import Kept, tensors_of
+from tracefp4.models.sites import ExpertsSite, Operand
+
+
+def takes(module: Any, x: Tensor) -> bool:
+    """Whether the kernels compute this layer: bfloat16 on a GPU, no biases."""
+    return x.dtype is torch.bfloat16 and module.gate_up_proj.dtype is x.dtype and usable(x) and not module.has_bias
+
+
+def forward(module: Any, site: ExpertsSite, x: Tensor, index: Tensor, gates: Tensor) -> Tensor:
+    """As :func:`tracefp4.models.experts.experts_forward`, with gradients."""
+    from tracefp4.kernels.experts_training import ROWS, expert_starts
+    from tracefp4.kernels.routing import route
+
+    pairs = route(index, module.num_experts, ROWS)
+    where = pairs, expert_starts(index, pairs, module.num_experts)
+    transposed = bool(getattr(module, "is_transposed", False))
+    up, x_op = site.gate_up(module), site.enter(x)
+    h = module._apply_gate(_Linear.apply(x, module.gate_up_proj, x_op, up, where, True, transposed))
+    down, h_op = site.down(module), site.middle(h, torch.arange(index.numel(), device=x.device))
+    out = _Linear.apply(h, module.down_proj, h_op, down, where, False, transposed)
+    return _Combine.apply(out, gates)
+
+
+class _Linear(torch.autograd.Function):
+    """One projection with its straight-through gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        x_op: Operand,
+        w_op: Operand,
+        where: Any,
+        per_token: bool,
+        transposed: bool,
+    ) -> Tensor:
+        from tracefp4.kernels.experts_training import pair_product
+
+        ctx.kept = Kept.of(x_op), Kept.of(w_op)
+        ctx.save_for_backward(*tensors_of(x_op), *tensors_of(w_op))
+        ctx.where, ctx.per_token, ctx.transposed = where, per_token, transposed
+        ctx.tokens, ctx.dtype = x.shape[0], weight.dtype
+        return pair_product(x_op.values, x_op.scale, w_op.values, w_op.scale, where[0], per_token=per_token)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from tracefp4.kernels.experts_training import pair_product, slot_sum, weight_product
+
+        (x_kept, w_kept), saved, (pairs, starts) = ctx.kept, ctx.saved_tensors, ctx.where
+        grad = grads[0].contiguous()
+        grad_x = grad_w = None
+        if ctx.needs_input_grad[0]:
+            w = w_kept.operand(*saved[3:])
+            grad_x = pair_product(grad, None, w.values.transpose(1, 2), w.scale, pairs, per_token=False)
+            grad_x = slot_sum(grad_x, ctx.tokens) if ctx.per_token else grad_x
+        if ctx.needs_input_grad[1]:
+            experts, out, width = w_kept.shape
+            shape = (experts, width, out) if ctx.transposed else (experts, out, width)
+            grad_w = torch.empty(shape, dtype=ctx.dtype, device=grad.device)
+            target = grad_w.transpose(1, 2) if ctx.transposed else grad_w
+            weight_product(grad, x_kept.values(*saved[:3]), pairs, starts, target, per_token=ctx.per_token)
+        return grad_x, grad_w, None, None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Weighted sum of a token's expert outputs, in slot order."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, gates: Tensor) -> Tensor:
+        from tracefp4.kernels.experts import weighted_sum
+
+        ctx.save_for_backward(out, gates)
+        return weighted_sum(out, gates)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        from tracefp4.kernels.experts_training import combine_backward
+
+        out, gates = ctx.saved_tensors
+        grad_out, grad_gates = combine_backward(grads[0], out, gates)
+        return grad_out, grad_gates.to(gates.dtype)
