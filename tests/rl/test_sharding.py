@@ -145,5 +145,5 @@ def test_settings_that_ranks_cannot_share_are_refused(tree) -> None:
 def test_shares_are_whole_and_even() -> None:
     for count in (1, 2, 7, 8):
         parts = [list(range(count))[Ranks(rank, 3).share(count)] for rank in range(3)]
-        assert sum(parts, []) == list(range(count))
+        assert [i for part in parts for i in part] == list(range(count))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1

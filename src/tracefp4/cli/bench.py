@@ -10,7 +10,7 @@ import typer
 from tracefp4.cli.console import JsonOption, emit, number
 from tracefp4.errors import ConfigError, suggest
 
-CASES = ("codec", "qat", "attention", "experts", "decode", "prefill", "capture", "rollout")
+CASES = ("codec", "qat", "attention", "experts", "decode", "prefill", "capture", "rollout", "train")
 """What can be measured."""
 MODELS = ("decode", "prefill", "capture", "rollout")
 """Those that build a model."""
@@ -19,7 +19,7 @@ MODELS = ("decode", "prefill", "capture", "rollout")
 def run(
     case: Annotated[str, typer.Argument(help=f"One of: {', '.join(CASES)}.")],
     device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda or cuda:N; codec, qat and tiny shapes run on a CPU.")
+        str, typer.Option(help="auto, cpu, cuda or cuda:N; codec, qat, train and tiny shapes run on a CPU.")
     ] = "auto",
     batch: Annotated[list[int] | None, typer.Option(help="Batch size; may be repeated.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Context length; may be repeated.")] = None,
@@ -28,7 +28,7 @@ def run(
         typer.Option(help="Shape of attention, experts or model (30b, 35b, smollm2-moe, tiny, ...); may be repeated."),
     ] = None,
     arm: Annotated[
-        list[str] | None, typer.Option(help="Spec of a decode arm, or transformers; may be repeated; all specs.")
+        list[str] | None, typer.Option(help="Arm of decode (a spec, or transformers) or of train; may be repeated.")
     ] = None,
     budget: Annotated[
         float | None, typer.Option(help="GiB for weights, K, V and states in memory-limited decode; 120, 0 for none.")
@@ -55,6 +55,8 @@ def run(
     batches, contexts, shapes = tuple(batch or ()), tuple(context or ()), tuple(shape or ())
     if case in MODELS:
         _run_model(bench, case, batches, contexts, shapes, layers, tuple(arm or ()), budget, compiled)
+    elif case == "train":
+        _train(bench, batches, contexts, shapes, tuple(arm or ()))
     else:
         _run_kernels(bench, case, batches, contexts, shapes, rows)
     found = bench.to_dict()
@@ -115,6 +117,25 @@ def _check(names: tuple[str, ...], known: Any, what: str) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(f"unknown {what} {name!r}{suggest(name, tuple(known))}")
+
+
+def _train(
+    bench: Any, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...], arms: tuple[str, ...]
+) -> None:  # fmt: skip
+    from tracefp4.evaluation import bench_train
+
+    _check(shapes, bench_train.SHAPES, "shape")
+    _check(arms, bench_train.ARMS, "arm")
+    chosen: dict[str, Any] = {"arms": arms} if arms else {}
+    if shapes:
+        chosen["shapes"] = shapes
+    bench_train.bench_train(bench, sequences=(batches or (0,))[0], rows=(contexts or (0,))[0], **chosen)
+
+
+def _check(what: str, names: tuple[str, ...], known: Any) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"unknown {what} {name!r}{suggest(name, known)}")
 
 
 def _table(found: dict[str, Any]) -> str:

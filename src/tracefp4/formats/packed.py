@@ -23,7 +23,7 @@ from tracefp4.kernels.runtime import usable
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Codes and block scales of a tensor ``(..., D)`` of E2M1 elements; its global scale is kept by whoever needs it."""
+    """Codes and block scales of a tensor ``(..., D)`` of E2M1 elements; its global scale is kept elsewhere."""
 
     codes: Tensor
     """uint8 ``(..., D / 2)``, low nibble first."""

@@ -174,7 +174,8 @@ def quantize_guided(
     out = allocate(x, x.shape[:1], width, rules, codes, packed, operand, values, 0)
     tile, none = tile_of(width, rules), out.scales
     _quantize_guided[(count, triton.cdiv(width // rules.block, tile))](
-        x, planes, recorded, *(given_or(t, none) for t in (global_scale, rows, valid, out.codes, out.packed)), out.scales,
+        x, planes, recorded, *(given_or(t, none) for t in (global_scale, rows, valid, out.codes, out.packed)),
+        out.scales,
         *(given_or(t, none) for t in (out.global_scale, out.operand, out.values)),
         width, x.stride(0), vectors,
         TILE=tile, ORDERED=rows is not None, PARTIAL=valid is not None, SCALE_BITS=scale_bits, BITS=bits,

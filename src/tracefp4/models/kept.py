@@ -38,6 +38,7 @@ class Kept:
 
     @classmethod
     def of(cls, operand: Operand) -> Kept:
+        """What is needed beside :func:`tensors_of`."""
         values, packed = operand.values, operand.packed
         if packed is None:
             return cls(values.shape, values.dtype, None, None)

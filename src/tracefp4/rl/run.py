@@ -60,7 +60,6 @@ from tracefp4.training.sharding import shard, weights
 from tracefp4.training.sites import TrainerSites
 from tracefp4.training.weights import WeightOperands
 
-
 Saved = tuple[Path, dict[str, Tensor], dict[str, Tensor], TrainState]
 """A checkpoint: its folder, weights, optimizer tensors and counters."""
 

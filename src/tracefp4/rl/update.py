@@ -295,10 +295,11 @@ def _over_ranks(kind: type[_Stats], stats: _Stats | None, ranks: Ranks) -> _Stat
     """Statistics of all ranks; a rank that trained nothing has none."""
     if ranks.size == 1 and stats is not None:
         return stats
-    values = [0.0] * len(kind.__slots__)
+    names = list(kind.__slots__)
+    values = [0.0] * len(names)
     if stats is not None:
-        values = torch.stack([getattr(stats, name).double() for name in kind.__slots__]).tolist()
-    columns = zip(kind.__slots__, zip(*ranks.gather(values), strict=True), strict=True)
+        values = torch.stack([getattr(stats, name).double() for name in names]).tolist()
+    columns = zip(names, zip(*ranks.gather(values), strict=True), strict=True)
     return kind(**{name: torch.tensor((max if name == "ratio_max" else sum)(column)) for name, column in columns})
 
 

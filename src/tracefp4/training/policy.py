@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from tracefp4.errors import ModelError
 from tracefp4.training.batch import MicroBatch
 
-
 SCORE = "tracefp4_score"
 """Attribute of a sharded model: :func:`score_whole` as a method that gathers the weights first."""
 

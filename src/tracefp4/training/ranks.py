@@ -30,8 +30,10 @@ long."""
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those that train together. All methods but :meth:`share` are collective: every rank calls
-    them, in the same order."""
+    """This process among those that train together.
+
+    All methods but :meth:`share` are collective: every rank calls them, in the same order.
+    """
 
     rank: int = 0
     size: int = 1

@@ -1,0 +1,265 @@
+"""Benchmark of a training step: bfloat16, quantization-aware, and guided.
+
+A step is what :class:`~tracefp4.rl.update.Updater` does with its micro-batches, without rewards and metrics: collate
+(which stages guidance from the host), forward, log-probs, backward with every layer recomputed, gradients added in
+FP32; after the last micro-batch AdamW. Weights are random and so are tokens and routes, the same in all arms; guidance
+is what the model itself would have recorded, held as decoded frames. ``transformers`` is the same step of the model as
+transformers runs it, with its grouped products: the bfloat16 arm must not be slower than that.
+
+The bound is not from bytes alone: ``flops / (rate of a large bfloat16 product in this run) + bytes / bandwidth``, with
+the bytes of weights, gradients and optimizer, which no product hides, and none of activations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracefp4.config import OptimizerConfig
+from tracefp4.core import Site, SiteShape
+from tracefp4.evaluation.bench import Bench, Row, failures
+from tracefp4.evaluation.bench_engine import Shape, random_model
+from tracefp4.formats.blocks import Quantized
+from tracefp4.formats.numerics import Numerics
+from tracefp4.formats.spec import get_spec
+from tracefp4.guidance.record import Record, SiteRecord, token_hash
+from tracefp4.models.binding import bound
+from tracefp4.models.layout import ModelLayout, describe
+from tracefp4.training.batch import Example, collate
+from tracefp4.training.observe import Observer
+from tracefp4.training.optimizer import MasterAdamW
+from tracefp4.training.policy import recompute_layers, score_tokens
+from tracefp4.training.sites import TrainerSites
+from tracefp4.training.weights import Cache, WeightOperands
+
+SHAPES: dict[str, Shape] = {
+    "smollm2-moe": Shape(30, 576, 9, 3, 64, 8, 2, 1536, 49152),
+    "30b-slice": Shape(layers=4, vocabulary=12672),
+    "tiny": Shape(2, 256, 4, 2, 64, 8, 2, 512, 1024),
+}
+"""By name; the slice has a twelfth of the layers of Qwen3-30B-A3B and of its vocabulary."""
+SIZES: dict[str, tuple[int, int]] = {"smollm2-moe": (32, 1024), "30b-slice": (16, 1024), "tiny": (8, 128)}
+"""Sequences of a micro-batch and their rows."""
+MICRO_BATCHES = 2
+SPEC = "nvfp4-w4a4-kv4"
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """How one arm trains."""
+
+    spec: str = SPEC
+    guided: bool = False
+    cache: Cache = "widened"
+    bound: bool = True
+    """Through our site objects; else as transformers has it."""
+
+
+ARMS: dict[str, Arm] = {
+    "bf16": Arm("bf16"),
+    "transformers": Arm("bf16", bound=False),
+    "fp4 qat": Arm(),
+    "fp4 guided": Arm(guided=True),
+    "fp4 guided, packed weights": Arm(guided=True, cache="packed"),
+}
+"""By name; guided arms follow ``r1-all+mid``."""
+
+
+@dataclass(slots=True)
+class Recorder(Observer):
+    """Keeps what a forward pass rounds, as one bit a code and whole scales."""
+
+    shapes: dict[Site, SiteShape]
+    sites: dict[Site, SiteRecord] = field(default_factory=dict)
+    truth: Any = None
+
+    def see(self, site: Site, x: Tensor, result: Quantized, numerics: Numerics, rows: Tensor | None) -> None:
+        """Pack one rounding; see :meth:`tracefp4.training.observe.Observer.see`."""
+        shape = self.shapes[site]
+        parts = [result.codes, result.scales, result.global_scale if shape.token_scale else None]
+        if rows is not None:
+            order = torch.argsort(rows)
+            parts = [None if part is None else part[order] for part in parts]
+        codes, scales, scale = (None if p is None else p.reshape(-1, shape.vectors, p.shape[-1]).cpu() for p in parts)
+        if codes is not None and scales is not None:
+            self.sites[site] = SiteRecord.pack(shape, codes, scales, None if scale is None else scale.squeeze(-1), 1)
+
+
+@dataclass(slots=True)
+class Case:
+    """A model, its optimizer, and micro-batches of examples."""
+
+    model: Any
+    layout: ModelLayout
+    optimizer: MasterAdamW
+    micro_batches: list[list[Example]]
+    device: torch.device
+
+    @classmethod
+    def make(cls, shape: Shape, sequences: int, rows: int, device: torch.device) -> Case:
+        """Random weights, tokens and routes."""
+        model = random_model(shape, device)
+        recompute_layers(model)
+        model.train()
+        generator = torch.Generator().manual_seed(0)
+        examples = []
+        for index in range(MICRO_BATCHES * sequences):
+            tokens = torch.randint(0, shape.vocabulary, (rows + 1,), generator=generator).tolist()
+            routes = torch.rand(rows, shape.layers, shape.experts, generator=generator).topk(shape.top_k, -1)[1]
+            examples.append(Example(tuple(tokens), 1, index=index, routes=routes.to(torch.int16)))
+        groups = [examples[i * sequences : (i + 1) * sequences] for i in range(MICRO_BATCHES)]
+        optimizer = MasterAdamW(model.named_parameters(), OptimizerConfig(lr=1e-7))
+        return cls(model, describe(model), optimizer, groups, device)
+
+    def record(self) -> None:
+        """Give every example the guidance that its own forward pass records, a sequence at a time."""
+        spec = get_spec(SPEC)
+        sites = TrainerSites(self.layout, spec)
+        with bound(self.model, sites), torch.no_grad():
+            for group in self.micro_batches:
+                for example in group:
+                    recorder, batch = Recorder(sites.shapes), collate([example], self.device)
+                    with sites.batch(batch, observer=recorder):
+                        score_tokens(self.model, batch)
+                    valid = torch.ones(example.rows, dtype=torch.bool)
+                    example.record = Record(
+                        "r1-all+mid", token_hash(example.tokens), spec.hash, 0, example.rows, valid, recorder.sites
+                    )
+
+    @contextmanager
+    def step(self, arm: Arm) -> Iterator[Callable[[], None]]:
+        """One optimizer step of an arm, to be called often."""
+        total = sum(example.rows for group in self.micro_batches for example in group)
+        if not arm.bound:
+            yield lambda: self._run(None, arm, total)
+            return
+        spec = get_spec(arm.spec)
+        sites = TrainerSites(self.layout, spec, weights=WeightOperands(spec.weights, arm.cache))
+        with bound(self.model, sites):
+            yield lambda: self._run(sites, arm, total)
+
+    def _run(self, sites: TrainerSites | None, arm: Arm, total: int) -> None:
+        for group in self.micro_batches:
+            if arm.guided:
+                batch = collate(group, self.device)
+            else:
+                batch = collate([Example(e.tokens, 1, index=e.index, routes=e.routes) for e in group], self.device)
+            if sites is None:
+                (-score_tokens(self.model, batch).logprobs.sum() / total).backward()
+            else:
+                with sites.batch(batch):
+                    (-score_tokens(self.model, batch).logprobs.sum() / total).backward()
+            self.optimizer.collect()
+        self.optimizer.step()
+
+
+def bench_train(
+    bench: Bench,
+    shapes: tuple[str, ...] = ("smollm2-moe", "30b-slice"),
+    arms: tuple[str, ...] = tuple(ARMS),
+    sequences: int = 0,
+    rows: int = 0,
+) -> None:
+    """Optimizer steps of each arm, with the peak of memory.
+
+    Args:
+        bench: where rows go.
+        shapes: names in :data:`SHAPES`.
+        arms: names in :data:`ARMS`.
+        sequences: of a micro-batch, and
+        rows: of each of them; 0 takes the shape's own.
+    """
+    rate = _product_rate(bench)
+    for name in shapes:
+        shape, (own_sequences, own_rows) = SHAPES[name], SIZES[name]
+        sequences, rows = sequences or own_sequences, rows or own_rows
+        title = f"train {name} {MICRO_BATCHES}x{sequences}x{rows}"
+        case = Case.make(shape, sequences, rows, bench.device)
+        if any(ARMS[arm].guided for arm in arms):
+            case.record()
+        flops, nbytes = step_flops(shape, MICRO_BATCHES * sequences * rows, rows), step_bytes(shape)
+        bound_us = 1e6 * (flops / rate + nbytes / bench.bandwidth)
+        for arm in arms:
+            try:
+                with case.step(ARMS[arm]) as step:
+                    seconds, peak = _measure(step, bench)
+            except failures() as error:
+                bench.fail(title, arm, error)
+                continue
+            detail = f"{flops / seconds / 1e12:.3g} TFLOP/s, peak {peak / 2**30:.3f} GiB"
+            bench.rows.append(Row(title, arm, 1e6 * seconds, "us", bound_us, detail=detail))
+        del case
+
+
+def step_flops(shape: Shape, tokens: int, rows: int) -> float:
+    """Floating-point operations of a step over ``tokens`` rows in sequences of ``rows``.
+
+    A layer's products are made four times (forward, recomputed, two gradients), and so are those of the head.
+    """
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    scores = rows * shape.heads * shape.head_dim  # a query sees half of the rows, for K and for V
+    experts = shape.top_k * 3 * shape.hidden * shape.inter + shape.hidden * shape.experts
+    return 4 * 2.0 * tokens * (shape.layers * (attention + scores + experts) + shape.hidden * shape.vocabulary)
+
+
+def step_bytes(shape: Shape) -> float:
+    """Bytes of weights, gradients and optimizer of a step.
+
+    A micro-batch reads each weight three times, writes its gradient and adds it up in FP32 (18 bytes a parameter).
+    The optimizer reads gradients for the norm, and reads and writes masters and two moments (34 bytes).
+    """
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    layer = attention + shape.experts * (3 * shape.hidden * shape.inter + shape.hidden)
+    parameters = shape.layers * layer + 2 * shape.hidden * shape.vocabulary
+    return parameters * (18.0 * MICRO_BATCHES + 34.0)
+
+
+def _product_rate(bench: Bench) -> float:
+    """Operations a second of a large bfloat16 product."""
+    size = 8192 if bench.device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=bench.device).bfloat16() for _ in range(2))
+    return 2.0 * size**3 / bench.time([lambda: a @ b])
+
+
+def _measure(step: Callable[[], None], bench: Bench) -> tuple[float, int]:
+    """Median seconds of a step, and the most bytes in use during one; on a CPU those of the whole process."""
+    cuda, samples = bench.device.type == "cuda", []
+    step()
+    _reset_peak(cuda)
+    for _ in range(min(bench.repeats, 5)):
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+        samples.append(time.perf_counter() - start)
+    return median(samples), _peak(cuda)
+
+
+def _reset_peak(cuda: bool) -> None:
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return  # The peak is then that of the process so far.
+
+
+def _peak(cuda: bool) -> int:
+    if cuda:
+        return torch.cuda.max_memory_allocated()
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
