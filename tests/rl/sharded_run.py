@@ -1,7 +1,7 @@
-"""What one rank, or a process alone, does for ``test_sharding.py``: gradients of chosen samples, then a short run.
+"""What one rank, or a process alone, does for ``test_sharding.py``: gradients of chosen samples, or a short run.
 
-Run as a program: ``sharded_run.py CONFIG FOLDER``; under torchrun it is one rank of several. The first rank leaves
-what it found in FOLDER.
+Run as a program: ``sharded_run.py CONFIG FOLDER gradients|run``; under torchrun it is one rank of several. The first
+rank leaves what it found in FOLDER.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def gradients(run: Run, samples: int, ranks: Ranks) -> tuple[dict[str, torch.Ten
     return seen, read, metrics
 
 
-def main(tree: dict, folder: Path) -> None:
+def main(tree: dict, folder: Path, what: str) -> None:
     with joined() as ranks:
-        for name, (samples, minibatches, recompute) in CASES.items():
+        for name, (samples, minibatches, recompute) in (CASES if what == "gradients" else {}).items():
             run = prepare(
                 tree, folder, name, ranks, f"train.minibatches={minibatches}",
                 f"train.gradient_checkpointing={str(recompute).lower()}",
@@ -79,7 +79,7 @@ def main(tree: dict, folder: Path) -> None:
                 save_file({**grads, **after}, folder / f"{name}.safetensors")
                 (folder / f"{name}.json").write_text(json.dumps({"read": reads, "metrics": metrics}))
         tree["train"].update(minibatches=1, gradient_checkpointing=True)
-        for steps in (1, 2):
+        for steps in (1, 2) if what == "run" else ():
             run = prepare(tree, folder, "run", ranks, f"steps={steps}")
             run.describe(lambda text: None)
             run.train(lambda step, metrics: None)
@@ -87,4 +87,4 @@ def main(tree: dict, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[3])

@@ -20,7 +20,7 @@ from tracefp4.rl.setup import check_ranks
 from tracefp4.training import checkpoint
 from tracefp4.training.ranks import Ranks
 
-pytestmark = pytest.mark.timeout(300)  # Three processes that import everything, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(600)  # Processes that import everything, on a machine that may be busy.
 
 WORKER = Path(__file__).with_name("sharded_run.py")
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,17 @@ def tree() -> dict:
 
 @pytest.fixture(scope="module")
 def folders(tree: dict, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """What one process and two ranks leave behind."""
+    """Gradients of one process and of two ranks."""
+    return _launch("gradients", tree, cache, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def runs(tree: dict, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Runs of one process and of two ranks, stopped and resumed after a step."""
+    return _launch("run", tree, cache, tmp_path_factory)
+
+
+def _launch(what: str, tree: dict, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     root = tmp_path_factory.mktemp("sharded")
     file = root / "config.json"
     file.write_text(json.dumps(tree))
@@ -53,8 +63,8 @@ def folders(tree: dict, cache: Path, tmp_path_factory: pytest.TempPathFactory) -
     for ranks, launcher in ((1, []), (2, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])):
         found[ranks] = root / str(ranks)
         found[ranks].mkdir()
-        words = [sys.executable, *launcher, str(WORKER), str(file), str(found[ranks])]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=250)
+        words = [sys.executable, *launcher, str(WORKER), str(file), str(found[ranks]), what]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr[-3000:]
     return found
 
@@ -96,9 +106,10 @@ def test_metrics_are_those_of_all_ranks(folders) -> None:
                 assert two[key] == pytest.approx(value, rel=1e-5, abs=1e-9), key
 
 
-def test_a_run_of_two_ranks_records_what_a_run_of_one_does(folders) -> None:
+@pytest.mark.slow
+def test_a_run_of_two_ranks_records_what_a_run_of_one_does(runs) -> None:
     lines = {}
-    for ranks, folder in folders.items():
+    for ranks, folder in runs.items():
         text = (folder / "run" / "metrics.jsonl").read_text()
         lines[ranks] = [json.loads(line) for line in text.splitlines()]
     assert [line["step"] for line in lines[1]] == [line["step"] for line in lines[2]]
@@ -107,13 +118,14 @@ def test_a_run_of_two_ranks_records_what_a_run_of_one_does(folders) -> None:
         for key in ("reward/mean", "response_length/mean", "samples/dropped", "train/tokens", "eval/chain_sum/pass@1"):
             assert one.get(key) == two.get(key), key
         assert two.get("guidance/bytes_per_token") == pytest.approx(one.get("guidance/bytes_per_token"))
-    evaluations = [(folder / "run" / "evaluations.jsonl").read_text() for folder in folders.values()]
+    evaluations = [(folder / "run" / "evaluations.jsonl").read_text() for folder in runs.values()]
     assert evaluations[0] == evaluations[1]
 
 
-def test_checkpoints_of_two_ranks_are_those_of_one_and_load_in_one(folders, cache, tmp_path, monkeypatch) -> None:
+@pytest.mark.slow
+def test_checkpoints_of_two_ranks_are_those_of_one_and_load_in_one(runs, cache, tmp_path, monkeypatch) -> None:
     states = []
-    for folder in folders.values():
+    for folder in runs.values():
         (found,) = checkpoint.complete(folder / "run" / "checkpoints")
         states.append(checkpoint.load(found))
     assert states[0][2] == states[1][2]
@@ -123,7 +135,7 @@ def test_checkpoints_of_two_ranks_are_those_of_one_and_load_in_one(folders, cach
             assert tensor.shape == two[key].shape and tensor.dtype == two[key].dtype, key
             torch.testing.assert_close(two[key], tensor, rtol=2e-2, atol=1e-2)
     monkeypatch.setenv("TRACEFP4_CACHE", str(cache))
-    shutil.copytree(folders[2] / "run", tmp_path / "run")
+    shutil.copytree(runs[2] / "run", tmp_path / "run")
     run = Run(settings.load(tmp_path / "run" / "config.toml", [f"output_dir={tmp_path / 'run'}"]))
     run.task.close()
     assert run.step == 2

@@ -132,12 +132,6 @@ def _train(
     bench_train.bench_train(bench, sequences=(batches or (0,))[0], rows=(contexts or (0,))[0], **chosen)
 
 
-def _check(what: str, names: tuple[str, ...], known: Any) -> None:
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"unknown {what} {name!r}{suggest(name, known)}")
-
-
 def _table(found: dict[str, Any]) -> str:
     head = ["case", "arm", "value", "unit", "bound", "of bound", "x bf16", "configuration"]
     lines = [head]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +34,8 @@ from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
 from tracefp4.models.binding import bound
 from tracefp4.models.layout import ModelLayout, describe
-from tracefp4.training.batch import Example, collate
+from tracefp4.training.ahead import ahead
+from tracefp4.training.batch import Example, MicroBatch, collate
 from tracefp4.training.observe import Observer
 from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import recompute_layers, score_tokens
@@ -147,11 +149,7 @@ class Case:
             yield lambda: self._run(sites, arm, total)
 
     def _run(self, sites: TrainerSites | None, arm: Arm, total: int) -> None:
-        for group in self.micro_batches:
-            if arm.guided:
-                batch = collate(group, self.device)
-            else:
-                batch = collate([Example(e.tokens, 1, index=e.index, routes=e.routes) for e in group], self.device)
+        for batch in ahead((partial(self._collate, group, arm) for group in self.micro_batches), self.device):
             if sites is None:
                 (-score_tokens(self.model, batch).logprobs.sum() / total).backward()
             else:
@@ -159,6 +157,10 @@ class Case:
                     (-score_tokens(self.model, batch).logprobs.sum() / total).backward()
             self.optimizer.collect()
         self.optimizer.step()
+
+    def _collate(self, group: list[Example], arm: Arm) -> MicroBatch:
+        kept = group if arm.guided else [Example(e.tokens, 1, index=e.index, routes=e.routes) for e in group]
+        return collate(kept, self.device)
 
 
 def bench_train(

@@ -1,7 +1,7 @@
 """Training on one batch of experience.
 
-Each micro-batch loads its own guidance by handle, runs one guided forward, and its loss is already divided by the
-denominators of the whole optimizer step. With one optimizer step a batch, the old log-probs *are* those of the update's
+Each micro-batch loads its own guidance by handle (on a GPU, while the one before it trains), runs one guided forward,
+and its loss is already divided by the denominators of the whole optimizer step. With one optimizer step a batch, the old log-probs *are* those of the update's
 own forward; with more, a guided forward without gradient computes them first, in the micro-batches of the update: the
 same rows beside the same padding, so that the ratio of the first optimizer step is 1 to the last bit. The mismatch of a
 step is that of the first forward, before any update.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ from tracefp4.rl.clipping import BYPASS
 from tracefp4.rl.corrections import CorrectionStats, correction_weights
 from tracefp4.rl.losses import Denominators, LossStats, policy_loss
 from tracefp4.rl.metrics import mismatch_metrics, response_deltas
+from tracefp4.training.ahead import ahead
 from tracefp4.training.batch import Example, MicroBatch, collate, filler, plan_micro_batches
 from tracefp4.training.observe import Observer
 from tracefp4.training.optimizer import MasterAdamW
@@ -209,10 +211,14 @@ class Updater:
     def _batches(self, examples: Sequence[Example], load: Loader | None):
         groups = plan_micro_batches(examples, self.config.train.micro_tokens)
         missing = self._ranks.most(len(groups)) - len(groups)
-        for group in groups:
-            yield collate([replace(e, record=load(e)) for e in group] if load else group, self._device)
+        yield from ahead((partial(_micro_batch, group, load, self._device) for group in groups), self._device)
         for _ in range(missing):
             yield filler(self._device)
+
+
+def _micro_batch(group: Sequence[Example], load: Loader | None, device: torch.device) -> MicroBatch:
+    """Read guidance and collate."""
+    return collate([replace(e, record=load(e)) for e in group] if load else group, device)
 
 
 class Tally:
