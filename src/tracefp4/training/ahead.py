@@ -47,16 +47,17 @@ def ahead(makes: Iterable[Callable[[], T]], device: torch.device, *, threaded: b
             pool.shutdown(cancel_futures=True)
 
 
-def _make(make: Callable[[], T], stream: torch.cuda.Stream | None) -> tuple[T, torch.cuda.Event | None]:
+def _make(make: Callable[[], T], stream: torch.cuda.Stream | None) -> tuple[T, Any]:
+    """The result, and an event that comes after its copies."""
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
         result = make()
         return result, None if stream is None else stream.record_event()
 
 
-def _arrived(made: tuple[T, torch.cuda.Event | None], stream: torch.cuda.Stream | None) -> T:
+def _arrived(made: tuple[T, Any], stream: torch.cuda.Stream | None) -> T:
     """The result, its tensors ready for the current stream and kept from the side stream until that is done."""
     result, event = made
-    if stream is not None and event is not None:
+    if stream is not None:
         here = torch.cuda.current_stream(stream.device)
         here.wait_event(event)
         for tensor in tensors_in(result):
