@@ -1,0 +1,68 @@
+"""The benchmark of a training step: its arms train what they say, and its bound counts what it says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tracefp4.evaluation import bench_train
+from tracefp4.evaluation.bench import Bench
+from tracefp4.evaluation.bench_engine import Shape
+
+CPU = torch.device("cpu")
+SMALL = Shape(
+    layers=1, hidden=64, heads=2, kv_heads=1, head_dim=32, experts=4, top_k=2, inter=32, vocabulary=64
+)  # fmt: skip
+
+
+@pytest.fixture
+def case() -> bench_train.Case:
+    torch.manual_seed(0)
+    made = bench_train.Case.make(SMALL, 1, 12, CPU)
+    made.record()
+    return made
+
+
+def _gradients(case: bench_train.Case, arm: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    seen: dict[str, torch.Tensor] = {}
+    with monkeypatch.context() as patch, case.step(bench_train.ARMS[arm]) as step:
+        patch.setattr(case.optimizer, "step", lambda: seen.update(case.optimizer.gradients()))
+        step()
+    case.optimizer.zero_grad()
+    return seen
+
+
+def test_arms_differ_by_quantization_and_by_nothing_else(case, monkeypatch) -> None:
+    plain, qat, guided, packed = (
+        _gradients(case, arm, monkeypatch) for arm in ("bf16", "fp4 qat", "fp4 guided", "fp4 guided, packed weights")
+    )
+    assert plain.keys() == qat.keys() == guided.keys()
+    # A model that is guided by its own roundings does what it does unguided.
+    for name, grad in qat.items():
+        assert torch.equal(grad, guided[name]) and torch.equal(grad, packed[name]), name
+    assert any(not torch.equal(grad, plain[name]) for name, grad in qat.items())
+
+
+def test_guided_arms_follow_what_was_recorded(case, monkeypatch) -> None:
+    before = _gradients(case, "fp4 guided", monkeypatch)
+    for group in case.micro_batches:
+        for example in group:
+            assert example.record is not None and len(example.record.sites) == 4
+            for part in example.record.sites.values():
+                part.planes.bitwise_not_()
+    after = _gradients(case, "fp4 guided", monkeypatch)
+    assert any(not torch.equal(grad, after[name]) for name, grad in before.items())
+
+
+def test_a_run_lists_every_arm_and_counts_parameters(monkeypatch) -> None:
+    monkeypatch.setitem(bench_train.SHAPES, "small", SMALL)
+    monkeypatch.setitem(bench_train.SIZES, "small", (2, 6))
+    bench = Bench(CPU, repeats=1)
+    bench_train.bench_train(bench, ("small",))
+    rows = bench.to_dict()["rows"]
+    assert [row["arm"] for row in rows] == list(bench_train.ARMS) and not bench.failures
+    assert all(row["value"] > row["bound"] > 0 and "peak" in row["detail"] for row in rows)
+    model = bench_train.random_model(SMALL, CPU)
+    counted = bench_train.step_bytes(SMALL) / (18 * bench_train.MICRO_BATCHES + 34)
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert counted == matrices
