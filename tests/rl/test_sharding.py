@@ -64,7 +64,7 @@ def _launch(what: str, tree: dict, cache: Path, tmp_path_factory: pytest.TempPat
         found[ranks] = root / str(ranks)
         found[ranks].mkdir()
         words = [sys.executable, *launcher, str(WORKER), str(file), str(found[ranks]), what]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=580)
         assert done.returncode == 0, done.stderr[-3000:]
     return found
 
