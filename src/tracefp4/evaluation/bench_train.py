@@ -106,10 +106,11 @@ class Case:
     device: torch.device
 
     @classmethod
-    def make(cls, shape: Shape, sequences: int, rows: int, device: torch.device) -> Case:
-        """Random weights, tokens and routes."""
+    def make(cls, shape: Shape, sequences: int, rows: int, device: torch.device, *, recompute: bool = True) -> Case:
+        """Random weights, tokens and routes; layers are recomputed in the backward pass unless said otherwise."""
         model = random_model(shape, device)
-        recompute_layers(model)
+        if recompute:
+            recompute_layers(model)
         model.train()
         generator = torch.Generator().manual_seed(0)
         examples = []
@@ -149,7 +150,7 @@ class Case:
             yield lambda: self._run(sites, arm, total)
 
     def _run(self, sites: TrainerSites | None, arm: Arm, total: int) -> None:
-        for batch in ahead((partial(self._collate, group, arm) for group in self.micro_batches), self.device):
+        for batch in ahead((partial(self.collate, group, arm) for group in self.micro_batches), self.device):
             if sites is None:
                 (-score_tokens(self.model, batch).logprobs.sum() / total).backward()
             else:
@@ -158,7 +159,8 @@ class Case:
             self.optimizer.collect()
         self.optimizer.step()
 
-    def _collate(self, group: list[Example], arm: Arm) -> MicroBatch:
+    def collate(self, group: list[Example], arm: Arm) -> MicroBatch:
+        """A micro-batch as the arm sees it: with guidance or without."""
         kept = group if arm.guided else [Example(e.tokens, 1, index=e.index, routes=e.routes) for e in group]
         return collate(kept, self.device)
 

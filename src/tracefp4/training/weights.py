@@ -73,11 +73,14 @@ class WeightOperands:
             self._operands.popitem(last=False)
         return operand
 
-    def nbytes(self) -> int:
-        """Bytes of everything that is kept beside the weights themselves."""
+    def tensors(self) -> list[Tensor]:
+        """Everything that is kept beside the weights themselves."""
         packed = [part for _, weight in self._packed.values() for part in weight.parts()]
-        wide = [] if self.numerics is None else [operand.values for _, operand in self._operands.values()]
-        return sum(tensor.nbytes for tensor in (*packed, *wide))
+        return packed + ([] if self.numerics is None else [kept.values for _, kept in self._operands.values()])
+
+    def nbytes(self) -> int:
+        """Bytes of :meth:`tensors`."""
+        return sum(tensor.nbytes for tensor in self.tensors())
 
     def _stamp(self, weight: Tensor) -> _Stamp:
         return (id(weight), weight.data_ptr(), weight._version) if self._version is None else (self._version,)
