@@ -24,6 +24,7 @@ CASES = {
     "two": (2, 1, True),
     "five": (5, 1, False),
     "one": (1, 4, False),
+    "three": (3, 2, False),
 }
 
 

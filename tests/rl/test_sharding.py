@@ -90,6 +90,14 @@ def test_gradients_of_more_samples_agree_within_fp32(folders) -> None:
             torch.testing.assert_close(two[key], tensor, rtol=1e-5, atol=1e-7 * float(tensor.abs().max()), msg=key)
 
 
+def test_a_rank_without_samples_of_a_minibatch_goes_along(folders) -> None:
+    # Shares of two samples and one, in two minibatches each.
+    one, two = _results(folders, "three")
+    assert all(torch.isfinite(two[key]).all() for key in one)
+    read = json.loads((folders[2] / "three.json").read_text())["read"]
+    assert [len(part) for part in read] == [2, 1]
+
+
 def test_each_rank_reads_the_guidance_of_its_own_rollouts(folders) -> None:
     for name, shares in {"two": [1, 1], "five": [3, 2], "one": [1, 0]}.items():
         one, two = (json.loads((folders[ranks] / f"{name}.json").read_text())["read"] for ranks in (1, 2))

@@ -43,7 +43,7 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
         )
     if config.engine != "embedded":
         raise ConfigError(f"several processes train with engine 'embedded' only, not {config.engine!r}")
-    if torch.device(config.device if config.device != "auto" else "cpu").index is not None:
+    if ":" in config.device:
         raise ConfigError(
             f"device = {config.device!r} names one device for {ranks.size} processes; with device = 'cuda' each takes "
             "its own"

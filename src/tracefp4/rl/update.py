@@ -135,6 +135,9 @@ class Updater:
         lengths = [len(e.tokens) - e.prompt_length for e in examples]
         denominators = Denominators.of(lengths, config.sampling.max_new_tokens, self._ranks)
         for batch in self._batches(examples, load):
+            if not batch.index:
+                self._accompany(batch)
+                continue
             observer = Observer() if tally.wants_observation(batch) else None
             with self.sites.batch(batch, observer=observer):
                 scored = score_tokens(self.model, batch, config.sampling.temperature)
@@ -159,12 +162,15 @@ class Updater:
                     ref_logprobs=None if self._reference is None else self._reference(batch),
                     centering=self._centering(batch, scored),
                 )
-                # An empty micro-batch has no share of the gradient, whatever its one row says.
-                (loss if batch.index else 0.0 * loss).backward()
+                loss.backward()
             self.optimizer.collect()
-            if not batch.index:
-                continue
             tally.add(batch, logprobs.detach(), scored.entropy, loss.detach(), stats, corrected, observer)
+
+    def _accompany(self, batch: MicroBatch) -> None:
+        """Forward and backward of an empty micro-batch, beside the other ranks; it has no share of the gradient."""
+        with self.sites.batch(batch):
+            (0.0 * score_tokens(self.model, batch, self.config.sampling.temperature).logprobs.sum()).backward()
+        self.optimizer.collect()
 
     def _centering(self, batch: MicroBatch, scored: TokenScores) -> Tensor | None:
         """The expected score of the sampler at each response token, ``(B, S)``."""
@@ -188,12 +194,13 @@ class Updater:
 
     @torch.no_grad()
     def _old_logprobs(self, steps: Sequence[Sequence[Example]], load: Loader | None) -> dict[int, Tensor]:
-        return {
-            index: row[: int(batch.real[b].sum())]
-            for part in steps
-            for batch in self._batches(part, load)
-            for b, (index, row) in enumerate(zip(batch.index, self._forward(batch, guided=True), strict=True))
-        }
+        found: dict[int, Tensor] = {}
+        for part in steps:
+            for batch in self._batches(part, load):
+                logprobs = self._forward(batch, guided=True)
+                for b, index in enumerate(batch.index):  # none, of an empty micro-batch
+                    found[index] = logprobs[b, : int(batch.real[b].sum())]
+        return found
 
     @torch.no_grad()
     def _unguided(self, examples: Sequence[Example]) -> dict[str, float]:
