@@ -17,8 +17,7 @@ from statistics import median
 
 import torch
 
-from tracefp4.evaluation.bench_engine import Shape
-from tracefp4.evaluation.bench_train import ARMS, Arm, Case
+from tracefp4.evaluation.bench_train import ARMS, Arm, Case, Shape
 from tracefp4.formats.spec import get_spec
 from tracefp4.models.binding import bound
 from tracefp4.training.policy import score_tokens

@@ -7,7 +7,7 @@ import torch
 
 from tracefp4.evaluation import bench_train
 from tracefp4.evaluation.bench import Bench
-from tracefp4.evaluation.bench_engine import Shape
+from tracefp4.evaluation.bench_train import Shape
 
 CPU = torch.device("cpu")
 SMALL = Shape(
@@ -62,7 +62,7 @@ def test_a_run_lists_every_arm_and_counts_parameters(monkeypatch) -> None:
     rows = bench.to_dict()["rows"]
     assert [row["arm"] for row in rows] == list(bench_train.ARMS) and not bench.failures
     assert all(row["value"] > row["bound"] > 0 and "peak" in row["detail"] for row in rows)
-    model = bench_train.random_model(SMALL, CPU)
+    model = bench_train.random_model(SMALL.config(), CPU)
     counted = bench_train.step_bytes(SMALL) / (18 * bench_train.MICRO_BATCHES + 34)
     matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     assert counted == matrices

@@ -27,7 +27,8 @@ from torch import Tensor
 from tracefp4.config import OptimizerConfig
 from tracefp4.core import Site, SiteShape
 from tracefp4.evaluation.bench import Bench, Row, failures
-from tracefp4.evaluation.bench_engine import Shape, random_model
+from tracefp4.evaluation.bench_shapes import Shape as ModelShape
+from tracefp4.evaluation.bench_shapes import random_model
 from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import get_spec
@@ -42,9 +43,35 @@ from tracefp4.training.policy import recompute_layers, score_tokens
 from tracefp4.training.sites import TrainerSites
 from tracefp4.training.weights import Cache, WeightOperands
 
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A mixture-of-experts model to train; the defaults are a slice of Qwen3-30B-A3B's."""
+
+    layers: int = 4
+    hidden: int = 2048
+    heads: int = 32
+    kv_heads: int = 4
+    head_dim: int = 128
+    experts: int = 128
+    top_k: int = 8
+    inter: int = 768
+    vocabulary: int = 12672
+
+    def config(self) -> Any:
+        """The configuration of a Qwen3-MoE model of these sizes."""
+        fields = {
+            "hidden_size": self.hidden, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim, "num_experts": self.experts, "num_experts_per_tok": self.top_k,
+            "moe_intermediate_size": self.inter, "intermediate_size": self.inter, "vocab_size": self.vocabulary,
+            "max_position_embeddings": 65536,
+        }  # fmt: skip
+        return ModelShape("qwen3_moe", self.layers, self.layers, fields).config(self.layers)
+
+
 SHAPES: dict[str, Shape] = {
     "smollm2-moe": Shape(30, 576, 9, 3, 64, 8, 2, 1536, 49152),
-    "30b-slice": Shape(layers=4, vocabulary=12672),
+    "30b-slice": Shape(),
     "tiny": Shape(2, 256, 4, 2, 64, 8, 2, 512, 1024),
 }
 """By name; the slice has a twelfth of the layers of Qwen3-30B-A3B and of its vocabulary."""
@@ -108,7 +135,7 @@ class Case:
     @classmethod
     def make(cls, shape: Shape, sequences: int, rows: int, device: torch.device, *, recompute: bool = True) -> Case:
         """Random weights, tokens and routes; layers are recomputed in the backward pass unless said otherwise."""
-        model = random_model(shape, device)
+        model = random_model(shape.config(), device)
         if recompute:
             recompute_layers(model)
         model.train()
