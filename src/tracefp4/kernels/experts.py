@@ -29,6 +29,8 @@ from tracefp4.kernels.words import NVFP4_SHIFT, weight_operands
 
 _PROGRAMS = 1056
 """Programs of one warp that keep a GPU of 132 multiprocessors busy: two for each of its schedulers."""
+_RESIDENT = 3300
+"""Programs of one warp that such a GPU holds at once, 25 a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +172,17 @@ def default_config(weight: ExpertWeight, route: Route) -> Config:
     if route.rows >= 32:
         unroll = 2 if weight.scales is not None and weight.inner % 128 == 0 else 1
         return Config(columns=128, unroll=unroll, warps=4, stages=3 if weight.scales is not None else 4)
-    columns = 64
-    while columns > 16 and route.tiles.shape[0] * weight.out < _PROGRAMS * columns:
+    # Measured on an H200: 16 rows where a row costs more instructions, which MXFP4 does.
+    columns, narrowest = 64, 16 if weight.mx else 32
+    while columns > narrowest and route.tiles.shape[0] * weight.out < _PROGRAMS * columns:
         columns //= 2  # a batch of few tiles: narrower programs, so that all of the GPU has work
     if columns < 64:
-        return Config(columns, _unroll(weight, 64 // columns), 1, 4)
+        plain = weight.scales is None
+        return Config(columns, _unroll(weight, 128 // columns if plain else 64 // columns), 1, 3 if plain else 4)
     if weight.scales is None:
         return Config(128, 1, 4, 4)
+    if route.tiles.shape[0] * weight.out <= _RESIDENT * columns:
+        return Config(64, _unroll(weight, 2), 1, 3)
     # 25 programs a multiprocessor: a projection of 128 experts x 1536 rows has no more, so none runs alone at last.
     return Config(64, 1, 1, 3, registers=80 if route.rows == 8 else None)
 
