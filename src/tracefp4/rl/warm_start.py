@@ -30,7 +30,7 @@ from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import token_logprobs
 from tracefp4.training.sites import TrainerSites
 
-FORMAT = 3
+FORMAT = 4
 """Raise when a change of this file changes the result."""
 
 Pairs = Callable[[int], Sequence[tuple[tuple[int, ...], tuple[int, ...]]]]
