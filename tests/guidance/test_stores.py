@@ -1,4 +1,4 @@
-"""Stores: the rules that both kinds keep."""
+"""Stores: the rules that all kinds keep."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from tracefp4.core import Handle
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.frame import Expectation, decode, encode
+from tracefp4.guidance.late_store import LateStore, Shipping
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.record import Record
-from tracefp4.guidance.store import MAX_KEY, Store, check_key, make_key
+from tracefp4.guidance.store import MAX_KEY, Pending, Store, check_key, make_key
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", "file", "late"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    made: Store = MemoryStore() if request.param == "memory" else FileStore(tmp_path / "frames")
+    made: Store = FileStore(tmp_path / "frames") if request.param == "file" else MemoryStore()
+    if request.param == "late":
+        made = LateStore(made)
     yield made
     made.close()
 
@@ -193,3 +196,70 @@ def test_memory_has_a_limit() -> None:
 def test_memory_keeps_bytes_without_a_copy(small: Record) -> None:
     frame, store = encode(small), MemoryStore()
     assert store.get(store.put("a", frame)).obj is frame
+
+
+# Frames that are still with their engine ------------------------------------------------------------------------------
+
+
+class Maker:
+    """An engine's side of pending frames: what was asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def pending(self, name: str, data: bytes, nbytes: int | None = None) -> Pending:
+        def take() -> bytes:
+            self.asked.append(f"take {name}")
+            return data
+
+        return Pending(len(data) if nbytes is None else nbytes, take, lambda: self.asked.append(f"drop {name}"))
+
+
+def test_every_store_keeps_a_pending_frame(store: Store) -> None:
+    handle = store.keep("a", Maker().pending("a", b"abcd"))
+    assert handle == Handle(store.name, "a", 4)
+    assert store.keys() == ("a",) and store.nbytes == 4
+    assert store.get(handle) == b"abcd"
+    store.delete(handle)
+    assert store.keys() == () and store.nbytes == 0
+
+
+def test_plain_stores_take_at_once_a_late_one_when_somebody_looks() -> None:
+    early, late, maker = MemoryStore(), LateStore(MemoryStore()), Maker()
+    early.keep("a", maker.pending("a", b"abcd"))
+    handle = late.keep("b", maker.pending("b", b"abcd"))
+    assert maker.asked == ["take a"]
+    for _ in range(2):
+        assert late.get(handle) == b"abcd"
+    assert maker.asked == ["take a", "take b"]
+
+
+def test_what_nobody_claims_is_dropped_where_it_lies_and_counted() -> None:
+    store, maker = LateStore(MemoryStore()), Maker()
+    handles = {name: store.keep(name, maker.pending(name, name.encode() * 10)) for name in "abcd"}
+    store.get(handles["a"])
+    store.delete(handles["b"])
+    store.delete(handles["a"])
+    assert store.counts() == Shipping(claimed=1, claimed_bytes=10, dropped=1, dropped_bytes=10)
+    assert store.counts() == Shipping() and Shipping().saved_share == 0
+    store.put("e", b"here already")
+    store.clear()
+    found = store.counts()
+    assert (found.claimed, found.dropped, found.dropped_bytes) == (1, 2, 20)
+    assert found.saved_share == pytest.approx(20 / 32)
+    assert maker.asked == ["take a", "drop b", "drop c", "drop d"]
+    with pytest.raises(GuidanceMissing):
+        store.get(handles["c"])
+    assert store.keep("a", maker.pending("a", b"new")).nbytes == 3
+
+
+def test_a_late_frame_of_another_size_is_corrupt_and_a_key_is_taken_once() -> None:
+    store, maker = LateStore(MemoryStore()), Maker()
+    handle = store.keep("a", maker.pending("a", b"abcd", nbytes=5))
+    with pytest.raises(GuidanceCorrupt, match="4 bytes for 'a', its handle says 5"):
+        store.get(handle)
+    for again in (lambda: store.keep("a", maker.pending("a", b"x")), lambda: store.put("a", b"x")):
+        with pytest.raises(GuidanceError, match="under 'a'"):
+            again()
+    store.close()
+    assert maker.asked == ["take a", "drop a"]

@@ -13,6 +13,7 @@ from tracefp4.errors import ConfigError, EngineError, GuidanceCorrupt, GuidanceM
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.frame import decode
+from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.integrations.engines.coverage import engine_coverage, reported_formats
@@ -216,7 +217,7 @@ def test_what_is_taken_from_the_folder_is_gone_from_it(folder):
         parcel, shape, dtype = put_routes(writer, "a.0.routes", routes)
         assert len(folder.leftovers()) == 2
         store = MemoryStore()
-        assert bytes(store.get(folder.move(handle, store))) == b"frame"
+        assert bytes(store.get(folder.offer(handle, store))) == b"frame"
         assert torch.equal(read_routes(folder.take(parcel), shape, dtype), routes)
     assert folder.leftovers() == ()
     with pytest.raises(GuidanceMissing):
@@ -487,6 +488,22 @@ def test_an_operand_is_widened_on_a_cpu_alone():
     from tracefp4.models.sites import Operand
 
     assert widened(Operand(q.operand(), None)).values.dtype is torch.float32
+
+
+def test_a_frame_stays_in_the_folder_until_it_is_claimed(folder):
+    with FileStore(folder.frames) as writer:
+        handles = [writer.put(f"a.{i}", b"frame") for i in range(3)]
+        store = LateStore(MemoryStore())
+        mine = [folder.offer(handle, store) for handle in handles]
+        assert len(folder.leftovers()) == 3
+        assert bytes(store.get(mine[0])) == b"frame"
+        store.delete(mine[1])
+        assert len(folder.leftovers()) == 1
+        store.clear()
+    assert folder.leftovers() == ()
+    assert store.counts().saved_share == pytest.approx(2 / 3)
+    with pytest.raises(GuidanceMissing):
+        folder.drop(handles[1])
 
 
 def test_a_handle_of_another_folder_is_missing(folder):

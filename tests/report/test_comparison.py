@@ -200,9 +200,9 @@ def test_verdict_of_a_valid_comparison(results):
     assert "bf16 learned" in text and "qat differs from bf16" in text
     assert "Inconclusive" not in text
     assert "trace is not below bf16" in text and "(within 1.5)" in text
-    assert "never read" not in text
-    results.runs["trace"][0].series["guidance/unread_share"] = Series([0, 1], [0.5, 0.3])
-    assert "40 % of the guidance bytes" in " ".join(verdict(results))
+    assert "never left" not in text
+    results.runs["trace"][0].series["guidance/saved_share"] = Series([0, 1], [0.5, 0.3])
+    assert "40 % of the guidance bytes never left the engine" in " ".join(verdict(results))
 
 
 def test_a_reference_that_learned_nothing_makes_it_inconclusive(results):

@@ -55,7 +55,7 @@ GUIDED = {
     "guidance/bytes_per_token",
     "guidance/flip_rate",
     "guidance/scale_mismatch",
-    "guidance/unread_share",
+    "guidance/saved_share",
 }
 
 
@@ -152,13 +152,17 @@ def test_guidance_size_counts_whole_frames(make_run: MakeRun) -> None:
     assert metrics["guidance/bits_per_value"] > 1 + 8 / 16
 
 
-def test_unread_share_is_that_of_the_dropped_samples(make_run: MakeRun) -> None:
+def test_saved_share_is_that_of_the_dropped_samples(make_run: MakeRun) -> None:
     run = make_run("steps=1", "eval.items=0")
     (metrics,) = _train(run)
     # Prompts are of one length and responses of at most four tokens, so bytes go with samples.
     dropped = metrics["samples/dropped"] / metrics["samples/total"]
     assert 0 < dropped < 1
-    assert metrics["guidance/unread_share"] == pytest.approx(dropped, abs=0.05)
+    assert metrics["guidance/saved_share"] == pytest.approx(dropped, abs=0.05)
+    assert metrics["guidance/dropped_frames"] == metrics["samples/dropped"]
+    kept = 1 - metrics["guidance/saved_share"]
+    shipped = metrics["guidance/shipped_bytes_per_token"]
+    assert shipped == pytest.approx(kept * metrics["guidance/bytes_per_token"])
 
 
 # What losses and corrections do in a run ------------------------------------------------------------------------------
@@ -326,8 +330,11 @@ def test_contradicting_settings_are_refused_at_once(make_run: MakeRun, override:
         make_run(override)
 
 
-def test_guidance_that_trains_nothing_is_deleted_unread(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guidance_that_trains_nothing_is_never_written(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run("steps=1")
+    written: list[int] = []
+    real_encode = frame.encode_rows
+    monkeypatch.setattr(frame, "encode_rows", lambda *a, **k: written.append(1) or real_encode(*a, **k))
     read: list[str] = []
     kept: list[tuple[str, ...]] = []
     real = run.store.get
@@ -342,6 +349,7 @@ def test_guidance_that_trains_nothing_is_deleted_unread(make_run: MakeRun, monke
     monkeypatch.setattr(run.updater, "update", spy)
     _train(run)
     assert kept and set(read) == set(kept[0])
+    assert len(written) == len(kept[0])
     assert run.store.keys() == ()
     assert run.store.nbytes == 0
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tracefp4.core import Handle
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
-from tracefp4.guidance.store import Data, check_key
+from tracefp4.guidance.store import Data, Pending, check_key
 
 SUFFIX = ".guidance"
 _TEMPORARY = ".tmp-"
@@ -108,6 +108,10 @@ class FileStore:
         if not same:
             raise GuidanceError(f"{self._name!r} holds other bytes under {key!r}; delete them first")
         return handle
+
+    def keep(self, key: str, frame: Pending) -> Handle:
+        """Take a frame from its engine at once, and keep it."""
+        return self.put(key, frame.take())
 
     def get(self, handle: Handle) -> memoryview:
         """Map the file of a handle; see :meth:`Store.get <tracefp4.guidance.store.Store.get>`."""

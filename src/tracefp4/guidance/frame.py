@@ -27,14 +27,16 @@ from torch import Tensor
 from tracefp4.core import Site, SiteShape
 from tracefp4.errors import ConfigError, GuidanceCorrupt, GuidanceError, GuidanceMismatch, GuidanceStale
 from tracefp4.guidance.codec import CHUNK, chunks, clean_padding, scale_bytes
-from tracefp4.guidance.header import LIMITS, Header, header_of, open_frame, seal
+from tracefp4.guidance.header import LIMITS, Header, frame_size, header_of, open_frame, seal
 from tracefp4.guidance.layout import Layout, RouteShape, layout_of, table_of
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
 from tracefp4.guidance.sheaf import Sheaf
 from tracefp4.guidance.sizes import account, bytes_per_token, sizes
+from tracefp4.guidance.store import Pending
 
-__all__ = ["LIMITS", "Expectation", "account", "bytes_per_token", "decode", "encode", "encode_rows", "sizes"]
+__all__ = ["LIMITS", "Expectation", "account", "bytes_per_token", "decode", "encode", "encode_rows"]
+__all__ += ["pending_rows", "sizes"]
 
 _FREEZE = threading.Lock()
 
@@ -124,6 +126,26 @@ def encode_rows(
         _write_ends(frame[offset:], layout, valid, None)
 
     return seal(header_of(layout, token_hash, numerics_hash, weight_version), layout, fill)
+
+
+def pending_rows(
+    sheaf: Sheaf, start: int, rows: int, *, token_hash: str, numerics_hash: str, weight_version: int
+) -> Pending:
+    """What :func:`encode_rows` writes, not written yet: the sheaf is kept until somebody claims the frame.
+
+    Raises:
+        GuidanceError: the sheaf has no such rows.
+    """
+    sheaf.check_rows(start, rows)
+    layout = layout_of(sheaf.layout.plan, sheaf.layout.table, rows, None)
+    size = frame_size(header_of(layout, token_hash, numerics_hash, weight_version), layout)
+
+    def take() -> bytes:
+        return encode_rows(
+            sheaf, start, rows, token_hash=token_hash, numerics_hash=numerics_hash, weight_version=weight_version
+        )
+
+    return Pending(size, take, lambda: None)
 
 
 def _write_ends(body: Tensor, layout: Layout, valid: Tensor, routes: Tensor | None) -> None:

@@ -121,6 +121,11 @@ def header_problem(header: Header, layout: Layout | None = None) -> str | None:
     return sites_problem(header.sites, plan) if layout is None else layout.problem
 
 
+def frame_size(header: Header, layout: Layout) -> int:
+    """Bytes of the frame that :func:`seal` writes."""
+    return align(PROLOGUE + len(encode_header(header))) + layout.size
+
+
 def seal(header: Header, layout: Layout, fill: Callable[[Tensor, int], None]) -> bytes:
     """Write a frame.
 

@@ -6,7 +6,7 @@ import threading
 
 from tracefp4.core import Handle
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
-from tracefp4.guidance.store import Data, check_key
+from tracefp4.guidance.store import Data, Pending, check_key
 
 
 class MemoryStore:
@@ -52,6 +52,10 @@ class MemoryStore:
                 self._frames[key] = frame
                 self._nbytes += len(frame)
         return Handle(self._name, key, len(frame))
+
+    def keep(self, key: str, frame: Pending) -> Handle:
+        """Take a frame from its engine at once, and keep it."""
+        return self.put(key, frame.take())
 
     def get(self, handle: Handle) -> memoryview:
         """The bytes of a handle; see :meth:`Store.get <tracefp4.guidance.store.Store.get>`."""

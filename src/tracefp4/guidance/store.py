@@ -14,6 +14,8 @@ their content. Rules that every store keeps:
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
@@ -26,6 +28,18 @@ Data = bytes | bytearray | memoryview
 
 MAX_KEY = 160
 _KEY = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:@#=+-]{{0,{MAX_KEY - 1}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A frame that its engine still has. Exactly one of the two calls follows, once."""
+
+    nbytes: int
+    """Bytes of the frame."""
+    take: Callable[[], Data]
+    """Hands the bytes over; the engine keeps nothing of them."""
+    drop: Callable[[], None]
+    """Forgets them where they lie."""
 
 
 class Store(Protocol):
@@ -46,6 +60,14 @@ class Store(Protocol):
 
         Raises:
             GuidanceError: the key is malformed or holds other bytes, or there is no room; nothing has changed then.
+        """
+        ...
+
+    def keep(self, key: str, frame: Pending) -> Handle:
+        """Keep a frame that its engine still has: one store takes it at once, another when it is first looked at.
+
+        Raises:
+            GuidanceError: as :meth:`put`.
         """
         ...
 

@@ -106,10 +106,10 @@ def verdict(results: Results) -> list[str]:
                 f"p99.9 of the log-prob difference of trace, worst {WINDOW} steps: {ratio:.2f} times that of "
                 f"{REFERENCE} ({'within' if ratio <= TAIL_RATIO else 'beyond'} {TAIL_RATIO})."
             )
-    unread = [run.series["guidance/unread_share"].mean() for run in _guided(results)]
-    if unread:
-        share = figures.share_text(sum(unread) / len(unread))
-        said.append(f"{share} of the guidance bytes belonged to samples that trained nothing and were never read.")
+    saved = [run.series["guidance/saved_share"].mean() for run in _guided(results)]
+    if saved:
+        share = figures.share_text(sum(saved) / len(saved))
+        said.append(f"{share} of the guidance bytes never left the engine: their samples trained nothing.")
     wide = [f"{name} ({_half(row):.1f})" for name, row in rows.items() if (_half(row) or 0.0) > HALF_WIDTH]
     if wide:
         said.append(f"Intervals wider than +-{HALF_WIDTH:g} points, too wide to rank: {', '.join(wide)}.")
@@ -119,7 +119,7 @@ def verdict(results: Results) -> list[str]:
 def _guided(results: Results) -> list[RunResult]:
     """Finished runs that recorded guidance."""
     runs = [run for arm in results.arms for run in results.done(arm.name)]
-    return [run for run in runs if "guidance/unread_share" in run.series]
+    return [run for run in runs if "guidance/saved_share" in run.series]
 
 
 def gaps(results: Results) -> list[str]:

@@ -28,6 +28,7 @@ class Headline:
     floor: float | None
     bytes_per_token: float | None
     bits_per_value: float | None
+    saved: float | None
     coverage: float | None
     rollout_speed: float | None
     step_seconds: float | None
@@ -51,6 +52,7 @@ def headline(run: Run) -> Headline:
         floor=float(floor) if isinstance(floor, int | float) else None,
         bytes_per_token=_mean(run, "guidance/bytes_per_token"),
         bits_per_value=_mean(run, "guidance/bits_per_value"),
+        saved=_mean(run, "guidance/saved_share"),
         coverage=min(coverage.values) if coverage else None,
         rollout_speed=_mean(run, "throughput/rollout_tok_s"),
         step_seconds=seconds or None,
@@ -76,6 +78,8 @@ def head_cards(run: Run, head: Headline) -> list[tuple[str, str, str]]:
     if head.bytes_per_token is not None:
         bits = "" if head.bits_per_value is None else f"; {short(head.bits_per_value)} bits a value"
         cards.append(("Guidance size", data_size(head.bytes_per_token), f"a token{bits}"))
+    if head.saved is not None:
+        cards.append(("Never shipped", share(head.saved), "of the guidance bytes: samples that trained nothing"))
     if head.coverage is not None:
         cards.append(("Coverage", share(head.coverage), "of (token, site) pairs guided, worst step"))
     if head.rollout_speed is not None and head.step_seconds is not None:
@@ -96,7 +100,8 @@ def verdict(run: Run, head: Headline) -> list[str]:
         said.append(_mismatch_sentence(run, head))
     if head.bytes_per_token is not None and head.coverage is not None:
         size = data_size(head.bytes_per_token)
-        said.append(f"Guidance took {size} a token and covered {share(head.coverage)} of the quantized values.")
+        saved = "" if head.saved is None else f"; {share(head.saved)} of its bytes never left the engine"
+        said.append(f"Guidance took {size} a token and covered {share(head.coverage)} of the quantized values{saved}.")
     return said
 
 

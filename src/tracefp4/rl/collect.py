@@ -1,19 +1,20 @@
 """One batch of experience: prompts to rollouts to rewards to examples with advantages.
 
 The order is that of the flow: the engine generates, rewards are known, advantages follow, and what trains nothing is
-dropped *before* any guidance is read. Guidance of a dropped sample is deleted unread.
+dropped *before* any guidance is read. Guidance of a dropped sample is deleted where it lies, unread.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from tracefp4.config import Config
 from tracefp4.core import Request, Rollout, SamplingParams
+from tracefp4.guidance.late_store import Shipping
 from tracefp4.guidance.store import Store
 from tracefp4.rl.advantages import compute_advantages
 from tracefp4.rl.prompts import Prompter
@@ -165,31 +166,29 @@ def _summary(rollouts: Sequence[Rollout], rewards: torch.Tensor, ranks: Ranks) -
 
 
 def guidance_size(
-    rollouts: Sequence[Rollout], values: int, read: Collection[int] = (), ranks: Ranks = ALONE
+    rollouts: Sequence[Rollout], values: int, shipping: Shipping, ranks: Ranks = ALONE
 ) -> dict[str, float]:
-    """What the guidance of a batch weighs, headers and all, whether it was read or not; empty without guidance.
+    """What the guidance of a batch weighs, headers and all, and how much of it travelled; empty without guidance.
 
-    ``guidance/unread_share`` is the share of bytes that belong to rollouts that trained nothing: guidance that waits at
-    the engine until the rewards are known never ships them.
+    ``guidance/saved_share`` is the share of bytes that never left the engine, because their rollouts trained nothing.
 
     Args:
         rollouts: of one step.
         values: recorded values a token, over all sites of the plan.
-        read: positions of the rollouts that train something.
-        ranks: who has the other rollouts of the step.
+        shipping: what became of their frames.
+        ranks: who has the other rollouts of the step, and the other frames.
     """
-    shipped = [(i, r.rows, r.guidance.nbytes) for i, r in enumerate(rollouts) if r.guidance is not None]
-    rows, size, unread = ranks.sum(
-        [
-            sum(rows for _, rows, _ in shipped),
-            sum(nbytes for _, _, nbytes in shipped),
-            sum(nbytes for i, _, nbytes in shipped if i not in read),
-        ]
+    recorded = [(r.rows, r.guidance.nbytes) for r in rollouts if r.guidance is not None]
+    rows, size, *counts = ranks.sum(
+        [sum(rows for rows, _ in recorded), sum(nbytes for _, nbytes in recorded), *astuple(shipping)]
     )
     if not rows or not values:
         return {}
+    shipping = Shipping(*map(int, counts))
     return {
         "guidance/bytes_per_token": size / rows,
         "guidance/bits_per_value": 8 * size / (rows * values),
-        "guidance/unread_share": unread / size,
+        "guidance/shipped_bytes_per_token": shipping.claimed_bytes / rows,
+        "guidance/saved_share": shipping.saved_share,
+        "guidance/dropped_frames": float(shipping.dropped),
     }

@@ -28,6 +28,7 @@ from tracefp4.config import Config, to_toml
 from tracefp4.errors import CheckpointError, SyncError
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.frame import Expectation
+from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.sizes import bytes_per_token
@@ -136,7 +137,7 @@ class Run:
 
     def _build(self, saved: Saved | None) -> None:
         config = self.config
-        self.store = MemoryStore()
+        self.store = LateStore(MemoryStore())
         self.layout = describe(self.model)
         self.plan = Plan.parse(config.plan, self.layout.num_layers) if self.method.guided else None
         self.engine = make_engine(
@@ -268,6 +269,7 @@ class Run:
         sampling = sampling_params(config, top_logprobs=self.top_logprobs)
         samples = config.train.samples
         requests = make_requests(items, self.prompter, sampling, samples, config.seed, label, share.start)
+        self.store.counts()  # An engine may have looked at frames of its own, to check itself.
         with clock("rollout"):
             rollouts = self.engine.generate(requests, guidance=self.plan is not None)
         repeated = [item for item in items for _ in range(samples)]
@@ -291,12 +293,7 @@ class Run:
             **experience.metrics,
             **{f"reward/{cause}": float(count) for cause, count in sorted(unscored.items())},
             **trained,
-            **guidance_size(
-                rollouts,
-                sum(shape.values for shape in self.guided_shapes),
-                {example.index for example in experience.examples},
-                ranks,
-            ),
+            **guidance_size(rollouts, sum(shape.values for shape in self.guided_shapes), self.store.counts(), ranks),
             **seconds,
             "throughput/rollout_tok_s": tokens / max(seconds["time/rollout_s"], 1e-9),
             "throughput/train_tok_s": trained.get("train/tokens", 0.0) / max(seconds["time/train_s"], 1e-9),

@@ -2,8 +2,9 @@
 
 When a sequence ends, its rows are gathered by slot before the slots are given away: expert sites from the record, K, V
 and latents from the pool itself. All sequences that end in one step are gathered together, cut to the plan's bits and
-summed up on the device, and cross to the host in one copy of the sheaf that they make; then each becomes a frame. Sites
-of a run are handled as one tensor, so the number of operations does not grow with the number of layers.
+summed up on the device, and cross to the host in one copy of the sheaf that they make; each becomes a frame when the
+store takes it, which may be late, or never (:mod:`tracefp4.guidance.late_store`). Sites of a run are handled as one
+tensor, so the number of operations does not grow with the number of layers.
 
 Sequences stand one after the other, each padded to whole chunks of the scale checks, so that the checks of all of them
 are computed at once. A rollout of ``N`` tokens has ``N - 1`` rows: the last sampled token was never forwarded.
@@ -22,7 +23,7 @@ from tracefp4.core import Handle, SiteShape
 from tracefp4.errors import EngineError
 from tracefp4.formats import e2m1
 from tracefp4.guidance.codec import CHUNK, pack_bits
-from tracefp4.guidance.frame import encode_rows
+from tracefp4.guidance.frame import pending_rows
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import token_hash
 from tracefp4.guidance.sheaf import Sheaf
@@ -130,7 +131,7 @@ class Harvester:
         for sequence, start, part, ok in zip(
             group.sequences, group.starts, routes, _cut(group, sheaf.valid), strict=True
         ):
-            frame = encode_rows(
+            frame = pending_rows(
                 sheaf,
                 start,
                 sequence.length - 1,
@@ -139,7 +140,7 @@ class Harvester:
                 weight_version=weight_version,
             )
             key = make_key(sequence.request.id, sequence.sample, sequence.arrival, f"v{weight_version}")
-            found.append(Harvested(part, store.put(key, frame), int((~ok).sum())))
+            found.append(Harvested(part, store.keep(key, frame), int((~ok).sum())))
         return found
 
 

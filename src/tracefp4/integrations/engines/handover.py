@@ -2,14 +2,16 @@
 
 The engine's process is the folder's writer (:class:`~tracefp4.guidance.file_store.FileStore`: whole files under their
 final names or none). The trainer's process *takes*: it maps a file and removes its name, so that the bytes live exactly
-as long as somebody looks at them, and a folder that a run left empty proves that nothing was forgotten. On Linux the
-folder lies in shared memory (``/dev/shm``) unless told otherwise, so taking costs no copy.
+as long as somebody looks at them, and a folder that a run left empty proves that nothing was forgotten. A frame may
+stay in the folder until it is claimed, and is removed unread if nobody does. On Linux the folder lies in shared memory
+(``/dev/shm``) unless told otherwise, so taking costs no copy.
 """
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,9 @@ import torch
 from torch import Tensor
 
 from tracefp4.core import Handle
-from tracefp4.errors import GuidanceCorrupt
+from tracefp4.errors import GuidanceCorrupt, GuidanceMissing
 from tracefp4.guidance.file_store import SUFFIX, FileStore
-from tracefp4.guidance.store import Store
+from tracefp4.guidance.store import Pending, Store
 
 _SHARED = Path("/dev/shm")
 _ROUTE_DTYPES = {"uint8": torch.uint8, "int16": torch.int16}
@@ -53,9 +55,16 @@ class Folder:
         (self.frames / (handle.key + SUFFIX)).unlink()
         return data
 
-    def move(self, handle: Handle, store: Store) -> Handle:
-        """Take the bytes of a handle and put them into ``store`` under the same key."""
-        return store.put(handle.key, self.take(handle))
+    def drop(self, handle: Handle) -> None:
+        """Remove the file of a handle unread. Raises :class:`GuidanceMissing` if it is not there."""
+        try:
+            (self.frames / (handle.key + SUFFIX)).unlink()
+        except FileNotFoundError:
+            raise GuidanceMissing(f"no guidance under {handle.key!r} in {str(self.frames)!r}") from None
+
+    def offer(self, handle: Handle, store: Store) -> Handle:
+        """Let ``store`` keep the bytes of a handle under the same key: it takes them now, or when they are wanted."""
+        return store.keep(handle.key, Pending(handle.nbytes, partial(self.take, handle), partial(self.drop, handle)))
 
     def leftovers(self) -> tuple[str, ...]:
         """Names of files that nobody has taken."""

@@ -171,7 +171,7 @@ class HostedEngine(StepwiseEngine):
 
     @property
     def folder(self) -> Path:
-        """Where frames pass through; empty between two calls of :meth:`generate`."""
+        """Where frames wait until the store takes them; a store that takes them at once leaves it empty."""
         return self._folder.frames
 
     # -- Sampling

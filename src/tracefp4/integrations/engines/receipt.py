@@ -1,4 +1,4 @@
-"""From a host's reply to a rollout: tokens out of the message, frame and routes out of the shared folder."""
+"""From a host's reply to a rollout: tokens from the message, routes from the shared folder, the frame when wanted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tracefp4.rollout.engine import EngineStats
 
 
 def receive(folder: Folder, store: Store | None, request: Request, sample: int, reply: Finished) -> Rollout:
-    """A finished sample; its frame is moved into ``store``."""
+    """A finished sample; its frame is kept by ``store``, which may leave it in the folder until it is claimed."""
     guidance = None
     if reply.guidance is not None and store is not None:
-        guidance = folder.move(_handle(folder, reply.guidance), store)
+        guidance = folder.offer(_handle(folder, reply.guidance), store)
     routes = None
     if reply.routes is not None:
         parcel = reply.routes
