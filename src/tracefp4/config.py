@@ -185,6 +185,10 @@ class TrainConfig(_Table):
     ``packed`` as codes and widened for each layer (a quarter of the memory, more time). ``auto``: packed if sharded."""
     unguided_every: int = Field(default=5, ge=0)
     """Measure the mismatch without guidance on every n-th step; 0 never."""
+    lag: int = Field(default=0, ge=0)
+    """Train on the rollouts of n steps ago, as an asynchronous trainer does; the first n steps train nothing."""
+    replan_every: int = Field(default=50, gt=0)
+    """Steps between two choices of a plan ``auto:<bytes>``; at each, one batch is recorded whole."""
     max_lag: int = Field(default=0, ge=0)
     """Weight versions that guidance may be behind the trainer."""
     min_coverage: float = Field(default=0.99, ge=0, le=1)
@@ -223,8 +227,8 @@ class Config(_Table):
     numerics: str = "nvfp4-te"
     """Named arithmetic of the FP4 formats."""
     plan: str = "r1-all+mid"
-    """Which quantization outcomes of the rollout guide the trainer."""
-    decoder: Literal["bracket", "nearest", "map", "replay"] = "bracket"
+    """Which quantization outcomes of the rollout guide the trainer; ``auto:<bytes a token>`` chooses by measurement."""
+    decoder: Literal["bracket", "nearest", "map", "replay", "gated"] = "bracket"
     """How guided rounding reads the recorded bits."""
     engine: str = "embedded"
     """Rollout engine."""

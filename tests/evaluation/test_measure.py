@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -199,3 +200,13 @@ def test_a_gauge_knows_what_can_be_recorded() -> None:
     assert {shape.site.kind for shape in Gauge(model, get_spec("nvfp4-kv4")).shapes} == kv
     for spec in ("mxfp4-w4a4-kv4", "mxfp4-w4a8-kv4"):
         assert len(Gauge(model, get_spec(spec)).shapes) == 8
+
+
+def test_a_plan_is_chosen_on_other_prompts_and_keeps_its_bytes() -> None:
+    small = replace(SMALL, plans=("auto:120",), prompts=2, samples=1, own_routes=False)
+    notes: list[str] = []
+    found = measure(small, notes.append)
+    (row,) = [row for row in found.rows if row.name == "guided"]
+    assert row.bytes_per_token is not None and 0 < row.bytes_per_token <= 120
+    assert row.plan is not None and any(f"auto:120: plan {row.plan}, " in text for text in notes)
+    assert found.tokens <= 2 * small.max_new_tokens

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.errors import ConfigError
-from tracefp4.guidance.plan import ALL_KINDS, Plan
+from tracefp4.guidance.plan import ALL_KINDS, Plan, plan_of
 
 IN, MID, K, V, LATENT = Kind.EXPERTS_IN, Kind.EXPERTS_MID, Kind.K, Kind.V, Kind.LATENT
 
@@ -38,6 +38,9 @@ def shapes(layers: int = 4) -> list[SiteShape]:
         ("r1-all:mid", Plan(1, None, (MID,))),
         ("r3-all:v", Plan(3, None, (V,))),
         ("r1-all:kv+mid/s3", Plan(1, None, (K, V, LATENT, MID), 3)),
+        ("r1-all+mid[0-3]", Plan(1, None, ALL_KINDS, 8, ((MID, ((0, 3),)),))),
+        ("r1-all:experts[0-19,25]/s2", Plan(1, None, (IN,), 2, ((IN, ((0, 19), (25, 25))),))),
+        ("r2-all:experts+kv[0-4]", Plan(2, None, (IN, K, V, LATENT), 8, tuple((k, ((0, 4),)) for k in (K, V, LATENT)))),
         ("none", Plan(0, kinds=())),
     ],
 )
@@ -47,7 +50,14 @@ def test_names(text: str, plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "short"), [("r1-all/s8", "r1-all"), ("r1-all:kv+experts", "r1-all"), ("r1-l2:latent+v+k", "r1-l2:kv")]
+    ("text", "short"),
+    [
+        ("r1-all/s8", "r1-all"),
+        ("r1-all:kv+experts", "r1-all"),
+        ("r1-l2:latent+v+k", "r1-l2:kv"),
+        ("r1-all:experts[4-5,0-3]+kv", "r1-all:experts[0-5]+kv"),
+        ("r1-all:k[2]+v[2]+latent[2]", "r1-all:kv[2]"),
+    ],
 )
 def test_other_names_of_a_plan_are_shortened(text: str, short: str) -> None:
     assert str(Plan.parse(text)) == short
@@ -58,9 +68,13 @@ def test_other_names_of_a_plan_are_shortened(text: str, short: str) -> None:
     depth=st.none() | st.integers(1, 99_999),
     kinds=st.lists(st.sampled_from(ALL_KINDS), min_size=1),
     scale_bits=st.sampled_from([8, 3, 2]),
+    ranges=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9)).map(lambda p: (p[0], p[0] + p[1])), max_size=3),
 )
-def test_every_plan_has_a_name(bits: int, depth: int | None, kinds: list[Kind], scale_bits: int) -> None:
-    plan = Plan(bits, depth, tuple(kinds), scale_bits)
+def test_every_plan_has_a_name(
+    bits: int, depth: int | None, kinds: list[Kind], scale_bits: int, ranges: list[tuple[int, int]]
+) -> None:
+    spans = ((kinds[0], tuple(ranges)),) if ranges else ()
+    plan = Plan(bits, depth, tuple(kinds), scale_bits, spans)
     assert Plan.parse(str(plan)) == plan
 
 
@@ -118,6 +132,38 @@ def test_select_by_kind() -> None:
     assert Plan.parse("none").select(shapes(), 4) == ()
     assert not Plan.parse("none")
     assert Plan.parse("r1-all")
+
+
+def test_spans_select_layers_of_a_kind() -> None:
+    chosen = Plan.parse("r1-all:experts[0,2-3]+kv[3]").select(shapes(), 4)
+    assert [str(s.site) for s in chosen] == ["0.experts_in", "2.experts_in", "3.k", "3.v", "3.experts_in"]
+    with pytest.raises(ConfigError, match="names layer 4, the model has layers 0 to 3"):
+        Plan.parse("r1-all:experts[0-4]").select(shapes(), 4)
+    for wrong in ("r1-all:experts[3-2]", "r1-all:experts[]", "r1-all:experts[1"):
+        with pytest.raises(ConfigError, match="plan|span"):
+            Plan.parse(wrong)
+    with pytest.raises(ConfigError, match="does not record them"):
+        Plan(1, None, (IN,), 8, ((MID, ((0, 1),)),))
+
+
+@given(st.sets(st.integers(0, 11), min_size=1))
+def test_any_set_of_sites_is_a_plan(numbers: set[int]) -> None:
+    every = shapes()
+    sites = {every[i].site for i in numbers}
+    plan = plan_of(sites, every, scale_bits=2)
+    assert {s.site for s in plan.select(every, 4)} == sites
+    assert Plan.parse(str(plan)) == plan
+
+
+def test_names_of_sets_of_sites_are_short() -> None:
+    every = shapes()
+    assert str(plan_of([s.site for s in every], every)) == "r1-all+mid"
+    assert str(plan_of([s.site for s in every if s.site.kind != MID], every)) == "r1-all"
+    # Layers 1 and 3 alone have a KV cache, so 1 to 3 is what names both.
+    assert str(plan_of([s.site for s in every if s.site.kind in (K, V)], every)) == "r1-all:kv"
+    assert str(plan_of([s.site for s in every if s.site.layer < 2], every)) == "r1-all:experts[0-1]+kv[1]+mid[0-1]"
+    with pytest.raises(ConfigError, match=r"site 9.k is not one"):
+        plan_of([Site(9, K)], every)
 
 
 def test_select_refuses_what_the_model_lacks() -> None:

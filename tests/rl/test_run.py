@@ -15,6 +15,7 @@ import torch
 from tracefp4.core import Kind
 from tracefp4.errors import CheckpointError, ConfigError, GuidanceMismatch, GuidanceMissing, GuidanceStale, SyncError
 from tracefp4.guidance import frame
+from tracefp4.guidance.auto import LARGEST
 from tracefp4.methods import METHODS
 from tracefp4.rl import run as run_module
 from tracefp4.rl.collect import digest_experience, make_requests, sampling_params, score
@@ -163,6 +164,38 @@ def test_saved_share_is_that_of_the_dropped_samples(make_run: MakeRun) -> None:
     kept = 1 - metrics["guidance/saved_share"]
     shipped = metrics["guidance/shipped_bytes_per_token"]
     assert shipped == pytest.approx(kept * metrics["guidance/bytes_per_token"])
+
+
+# Plans that are chosen as training goes -------------------------------------------------------------------------------
+
+
+def test_a_plan_for_some_bytes_is_chosen_and_revisited(make_run: MakeRun) -> None:
+    notes: list[str] = []
+    run = make_run("plan=auto:150", "train.replan_every=2", "steps=3", "eval.items=0", "train.unguided_every=0")
+    run.note = notes.append
+    assert run.plan == LARGEST
+    whole, part, again = _train(run)
+    assert whole["guidance/bits_per_value"] > 0 and whole["time/plan_s"] > 0 and "time/plan_s" not in part
+    assert part["guidance/bytes_per_token"] < whole["guidance/bytes_per_token"]
+    assert again["guidance/bytes_per_token"] == pytest.approx(whole["guidance/bytes_per_token"], rel=0.05)
+    assert part["guidance/coverage"] == again["guidance/coverage"] == 1.0
+    assert run.plan not in (None, LARGEST)
+    assert [text.split(":")[0] for text in notes if "passes" in text] == ["step 0", "step 2"]
+    # The plan is part of a checkpoint: what resumes records what was chosen.
+    plan = run.plan
+    resumed = make_run("plan=auto:150", "train.replan_every=2", "steps=4", "eval.items=0", "train.unguided_every=0")
+    assert (resumed.step, resumed.plan) == (3, plan)
+    assert len(_train(resumed)) == 1
+
+
+def test_rollouts_of_earlier_steps_are_trained_on_with_their_guidance(make_run: MakeRun) -> None:
+    run = make_run("train.lag=2", "steps=4", "eval.items=0")
+    steps = _train(run)
+    assert ["grad_norm" in metrics for metrics in steps] == [False, False, True, True]
+    assert [metrics["weight_version"] for metrics in steps] == [1, 2, 3, 4]
+    assert all(metrics["guidance/coverage"] == 1.0 for metrics in steps[2:])
+    # Two batches still wait; their guidance lies in the store, that of the others is gone.
+    assert len(run.store.keys()) == sum(len(batch.examples) for batch in run.backlog) > 0
 
 
 # What losses and corrections do in a run ------------------------------------------------------------------------------
@@ -317,6 +350,7 @@ def test_a_changed_weight_changes_the_digest(make_run: MakeRun) -> None:
         ("train.minibatches=3", "does not divide"),
         ("method=trac", "did you mean 'trace'"),
         ("plan=none", "use method 'qat'"),
+        ("plan=auto:lots", "did you mean 'auto:4096'"),
         ("decoder=replay", "'r4-all\\+mid'"),
         ("correction.reject=vetoo", "did you mean 'veto'"),
         ("correction.low=9", "not below correction.high"),

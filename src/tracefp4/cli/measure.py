@@ -20,7 +20,7 @@ def run(
     spec: Annotated[str, typer.Option(help="Deployment that is measured.")] = "nvfp4-w4a4-kv4",
     numerics: Annotated[str, typer.Option(help="Arithmetic of the FP4 formats.")] = "nvfp4-te",
     plan: Annotated[
-        list[str] | None, typer.Option(help="Plan, or plan@decoder; may be repeated. Default: all.")
+        list[str] | None, typer.Option(help="Plan, plan@decoder or auto:BYTES; may be repeated. Default: all.")
     ] = None,
     prompts: Annotated[int, typer.Option(help="Prompts.")] = 64,
     samples: Annotated[int, typer.Option(help="Samples a prompt.")] = 2,

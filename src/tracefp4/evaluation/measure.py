@@ -32,14 +32,16 @@ from tracefp4.evaluation.gap import score
 from tracefp4.evaluation.rows import Measurement, Row, gap_row
 from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.guidance import frame
+from tracefp4.guidance.auto import LARGEST, Choice, budget_of
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, restrict
 from tracefp4.guidance.sizes import bytes_per_token
-from tracefp4.models.binding import bind, unbind
+from tracefp4.models.binding import bound
 from tracefp4.models.directory import LoadedModel
 from tracefp4.models.layout import describe
 from tracefp4.rl.collect import make_requests
+from tracefp4.rl.plans import choose_measured
 from tracefp4.rl.policies import load_named
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.setup import check_decoder, resolve_device
@@ -80,6 +82,9 @@ DEFAULT_TASK = {
     },
 }
 """Prompts of a measurement that names no task."""
+
+CHOOSING_PROMPTS = 8
+"""Prompts that a plan ``auto:<bytes>`` is chosen on; the rows are measured on others."""
 
 
 class Gauge:
@@ -137,6 +142,25 @@ class Gauge:
             size=size,
         )
 
+    def choose(self, rollouts: Sequence[Rollout], truth: Sequence[Record], budget: int) -> Choice:
+        """Choose a plan of at most ``budget`` bytes a token on some rollouts (:mod:`tracefp4.rl.plans`)."""
+        sites = TrainerSites(self.layout, self.spec, "bracket", self._operands(self.spec))
+        with bound(self.model, sites):
+            return choose_measured(
+                self.model,
+                sites,
+                self.shapes,
+                rollouts,
+                truth,
+                budget,
+                temperature=self._temperature,
+                micro_tokens=self._micro_tokens,
+            )
+
+    def _operands(self, spec: Spec) -> WeightOperands:
+        name = None if spec.weights is None else spec.weights.hash
+        return self._weights.setdefault(name, WeightOperands(spec.weights))
+
     def _score(
         self,
         name: str,
@@ -150,11 +174,8 @@ class Gauge:
         replay: bool = True,
         size: float | None = None,
     ) -> None:
-        name_of = None if spec.weights is None else spec.weights.hash
-        weights = self._weights.setdefault(name_of, WeightOperands(spec.weights))
-        sites = TrainerSites(self.layout, spec, decoder or "bracket", weights)
-        bind(self.model, sites)
-        try:
+        sites = TrainerSites(self.layout, spec, decoder or "bracket", self._operands(spec))
+        with bound(self.model, sites):
             scored = score(
                 self.model,
                 sites,
@@ -165,8 +186,6 @@ class Gauge:
                 temperature=self._temperature,
                 micro_tokens=self._micro_tokens,
             )
-        finally:
-            unbind(self.model)
         prompts = _prompt_numbers(rollouts)
         row = gap_row(name, scored, prompts, plan=plan, decoder=decoder, replay=replay, size=size)
         self.rows.append(row)
@@ -192,7 +211,7 @@ class MeasureSettings:
     spec: str = "nvfp4-w4a4-kv4"
     numerics: str = "nvfp4-te"
     plans: tuple[str, ...] = ()
-    """``plan`` or ``plan@decoder``; empty for :data:`DEFAULT_ROWS`."""
+    """``plan`` or ``plan@decoder``; empty for :data:`DEFAULT_ROWS`. ``auto:<bytes>`` chooses one on other prompts."""
     prompts: int = 64
     samples: int = 2
     max_new_tokens: int = 96
@@ -222,18 +241,26 @@ def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: Non
     spec = get_spec(wanted.spec, wanted.numerics)
     layout = describe(loaded.model)
     plans = _plans(wanted, layout.recordable_shapes(spec), layout.num_layers, note)
-    requests = _requests(wanted, loaded)
+    choosing = CHOOSING_PROMPTS if any(isinstance(plan, int) for plan, _ in plans) else 0
+    requests = _requests(wanted, loaded, choosing)
     bf16 = get_spec("bf16")
     sampled = {
         one.name: _generate(loaded, one, plan, requests, wanted, note)
         for one, plan in ((spec, Plan.parse(FULL_PLAN)), (bf16, None))
     }
     rollouts, truth = sampled[spec.name]
+    apart = len(rollouts) - wanted.prompts * wanted.samples
+    others, rollouts = (rollouts[:apart], truth[:apart]), rollouts[apart:]
+    truth = truth[apart:]
     tokens = sum(len(r.response_ids) for r in rollouts)
     gauge = Gauge(loaded.model, spec, temperature=wanted.temperature, micro_tokens=wanted.micro_tokens, note=note)
-    gauge.floor(sampled[bf16.name][0])
+    gauge.floor(sampled[bf16.name][0][apart:])
     gauge.unguided(rollouts, truth)
     for plan, decoder in plans:
+        if isinstance(plan, int):
+            choice = gauge.choose(*others, plan)
+            note(f"auto:{plan}: {choice}")
+            plan = choice.plan
         gauge.guided(rollouts, truth, plan, decoder)
     if wanted.own_routes:
         gauge.unguided(rollouts, truth, replay=False)
@@ -251,16 +278,21 @@ def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: Non
     )
 
 
-def _requests(wanted: MeasureSettings, loaded: LoadedModel) -> list[Request]:
-    """Prompts of a task's training split; by default simple reasoning problems of several kinds."""
+def _requests(wanted: MeasureSettings, loaded: LoadedModel, choosing: int) -> list[Request]:
+    """Prompts of a task's training split; by default simple reasoning problems of several kinds.
+
+    ``choosing`` other ones come first, each sampled once: plans are chosen on them.
+    """
     tree = settings.load(wanted.task) if wanted.task else settings.parse({"task": DEFAULT_TASK})
     task = make_task(tree.task)
     sampling = SamplingParams(temperature=wanted.temperature, max_new_tokens=wanted.max_new_tokens)
     items = task.items("train", wanted.prompts, ("measure", wanted.seed))
+    apart = task.items("train", choosing, ("choose", wanted.seed)) if choosing else []
     tokenizer: Any = loaded.tokenizer
     prompter = Prompter(tokenizer, tree.task)
     task.close()
-    return make_requests(items, prompter, sampling, wanted.samples, wanted.seed, "measure")
+    first = make_requests(apart, prompter, sampling, 1, wanted.seed, "choose")
+    return first + make_requests(items, prompter, sampling, wanted.samples, wanted.seed, "measure")
 
 
 def _generate(
@@ -297,12 +329,17 @@ def _generate(
 
 def _plans(
     wanted: MeasureSettings, shapes: Sequence[SiteShape], num_layers: int, note: Callable[[str], None]
-) -> list[tuple[Plan, str]]:
-    """The plans asked for, or those default ones that select something under this spec."""
+) -> list[tuple[Plan | int, str]]:
+    """The plans asked for, or those default ones that select something under this spec; bytes for one to be chosen."""
     Plan.parse(FULL_PLAN).select(shapes, num_layers)
     asked = [(plan, decoder or "bracket") for plan, _, decoder in (text.partition("@") for text in wanted.plans)]
-    rows = []
+    rows: list[tuple[Plan | int, str]] = []
     for name, decoder in asked or DEFAULT_ROWS:
+        budget = budget_of(name)
+        if budget is not None:
+            check_decoder(LARGEST, decoder)
+            rows.append((budget, decoder))
+            continue
         plan = Plan.parse(name, num_layers)
         try:
             plan.select(shapes, num_layers)

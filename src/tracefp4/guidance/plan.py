@@ -6,7 +6,9 @@ many bits a block scale travels. More of each costs bytes and buys agreement. Th
     plan   = "none" | code "-" layers [ ":" kind ] { "+" kind } [ "/" scale ]
     code   = "r1" | "r2" | "r3" | "r4"          low bits of each 4-bit code
     layers = "all" | "l" n | "half" | "quarter" every decoder layer, or the n deepest
-    kind   = "experts" | "mid" | "kv" | "k" | "v" | "latent"
+    kind   = word [ "[" span { "," span } "]" ] of these layers all, or only those in the spans
+    word   = "experts" | "mid" | "kv" | "k" | "v" | "latent"
+    span   = n | n "-" n                        a layer, or a range with both ends; layer 0 is the first
     scale  = "s8" | "s3" | "s2"                 whole bytes (the default), or congruent in 3 or 2 bits
 
 Without ``:`` a plan holds ``experts`` (the experts' input) and ``kv`` (K, V, and the latent vector of latent
@@ -19,6 +21,7 @@ has the number in its name. Some plans:
 ``r1-all+mid/s3``   the same with scales in 3 bits
 ``r1-all:kv``       only the KV cache
 ``r4-all:experts+mid``   whole codes of both expert inputs, nothing of the KV cache
+``r1-all:experts[0-19]+kv[0-29]``   the experts' input in the first 20 layers, the KV cache in the first 30
 ``none``            no guidance
 """
 
@@ -26,10 +29,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from tracefp4.core import KV_KINDS, Kind, SiteShape
+from tracefp4.core import KV_KINDS, Kind, Site, SiteShape
 from tracefp4.errors import ConfigError
 
 PAPER_KINDS = (Kind.EXPERTS_IN, *KV_KINDS)
@@ -49,8 +52,16 @@ _WORDS: dict[str, tuple[Kind, ...]] = {
     "latent": (Kind.LATENT,),
     "mid": (Kind.EXPERTS_MID,),
 }
-_GRAMMAR = re.compile(r"r([1-4])-(?:all|l([1-9][0-9]{0,4})|(half|quarter))(?::([a-z]+))?((?:\+[a-z]+)*)(?:/s([238]))?")
+_NUMBER = "(?:0|[1-9][0-9]{0,4})"
+_SPAN = f"{_NUMBER}(?:-{_NUMBER})?"
+_KIND = rf"[a-z]+(?:\[{_SPAN}(?:,{_SPAN})*\])?"
+_GRAMMAR = re.compile(
+    rf"r([1-4])-(?:all|l([1-9][0-9]{{0,4}})|(half|quarter))(?::({_KIND}))?((?:\+{_KIND})*)(?:/s([238]))?"
+)
 _SHARES = {"half": 2, "quarter": 4}
+
+Spans = tuple[tuple[int, int], ...]
+"""Ranges of layers with both ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,7 @@ class Plan:
         depth: number of deepest decoder layers, or ``None`` for all.
         kinds: kinds of site, at least one (none at all is the plan ``none``). Kept in the order of :data:`ALL_KINDS`.
         scale_bits: 8, or 3 or 2 for congruent scales.
+        spans: kinds that are recorded in some layers only, and in which: ranges with both ends. Kept sorted and merged.
 
     Raises:
         ConfigError: a value outside these ranges.
@@ -71,6 +83,7 @@ class Plan:
     depth: int | None = None
     kinds: tuple[Kind, ...] = PAPER_KINDS
     scale_bits: int = 8
+    spans: tuple[tuple[Kind, Spans], ...] = ()
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in ALL_KINDS]
@@ -86,13 +99,14 @@ class Plan:
             raise ConfigError(f"a plan covers at least 1 layer, got {self.depth}; None covers all of them")
         elif self.scale_bits not in SCALE_BITS:
             raise ConfigError(f"scales travel in 8 bits (whole), 3 or 2 (congruent), got {self.scale_bits}")
+        object.__setattr__(self, "spans", _ordered(self.spans, self.kinds))
 
     def __str__(self) -> str:
         if not self.kinds:
             return "none"
         layers = "all" if self.depth is None else f"l{self.depth}"
         scale = "" if self.scale_bits == 8 else f"/s{self.scale_bits}"
-        return f"r{self.bits}-{layers}{_kind_text(self.kinds)}{scale}"
+        return f"r{self.bits}-{layers}{_kind_text(self.kinds, dict(self.spans))}{scale}"
 
     def __bool__(self) -> bool:
         return bool(self.kinds)
@@ -118,16 +132,19 @@ class Plan:
             raise ConfigError(f"plan {text!r} depends on the model; write the number of layers, as in 'r1-l20'")
         if share and num_layers is not None:
             depth = str(max(1, num_layers // _SHARES[share]))
-        words = [w for w in (first, *more.split("+")) if w]
         kinds: list[Kind] = [] if first else list(PAPER_KINDS)
-        for word in words:
+        spans: list[tuple[Kind, Spans]] = []
+        for item in [w for w in (first, *more.split("+")) if w]:
+            word, _, ranges = item.partition("[")
             if word not in _WORDS:
                 raise ConfigError(f"plan {text!r}: unknown kind of site {word!r} (did you mean {_nearest(text)!r}?)")
             twice = [kind for kind in _WORDS[word] if kind in kinds]
             if twice:
                 raise ConfigError(f"plan {text!r} names the sites {twice[0].value!r} twice; leave out {word!r}")
             kinds += _WORDS[word]
-        return cls(int(bits), int(depth) if depth else None, tuple(kinds), int(scale or 8))
+            if ranges:
+                spans += [(kind, _read_spans(ranges.rstrip("]"))) for kind in _WORDS[word]]
+        return cls(int(bits), int(depth) if depth else None, tuple(kinds), int(scale or 8), tuple(spans))
 
     def select(self, shapes: Iterable[SiteShape], num_layers: int) -> tuple[SiteShape, ...]:
         """The sites of a model that this plan records, in the order given.
@@ -145,22 +162,109 @@ class Plan:
         if self.depth is not None and self.depth > num_layers:
             raise ConfigError(
                 f"plan {str(self)!r} covers {self.depth} layers, the model has {num_layers} "
-                f"(did you mean {str(Plan(self.bits, None, self.kinds, self.scale_bits))!r}?)"
+                f"(did you mean {str(replace(self, depth=None))!r}?)"
             )
+        deepest = max((last for _, ranges in self.spans for _, last in ranges), default=0)
+        if deepest >= num_layers:
+            raise ConfigError(f"plan {str(self)!r} names layer {deepest}, the model has layers 0 to {num_layers - 1}")
         first = 0 if self.depth is None else num_layers - self.depth
-        chosen = tuple(s for s in shapes if s.site.layer >= first and s.site.kind in self.kinds)
+        chosen = tuple(s for s in shapes if s.site.layer >= first and self._holds(s.site))
         if not chosen:
             raise ConfigError(f"plan {str(self)!r} selects no site; {_inventory(shapes)}")
         return chosen
 
+    def _holds(self, site: Site) -> bool:
+        """Whether the site is of a kind and in a span of this plan."""
+        ranges = dict(self.spans).get(site.kind)
+        return site.kind in self.kinds and (ranges is None or any(a <= site.layer <= b for a, b in ranges))
 
-def _kind_text(kinds: Sequence[Kind]) -> str:
+
+def plan_of(sites: Collection[Site], shapes: Iterable[SiteShape], bits: int = 1, scale_bits: int = 8) -> Plan:
+    """The plan that records some sites of a model and no others.
+
+    Args:
+        sites: at least one; of the kinds ``k`` and ``v`` or any other.
+        shapes: every site of the model under its spec.
+        bits: low bits of each code.
+        scale_bits: 8, 3 or 2.
+
+    Raises:
+        ConfigError: no site, or one that the model lacks.
+    """
+    layers: dict[Kind, list[int]] = {}
+    for shape in shapes:
+        layers.setdefault(shape.site.kind, []).append(shape.site.layer)
+    spans: list[tuple[Kind, Spans]] = []
+    chosen = [kind for kind in ALL_KINDS if any(site.kind == kind for site in sites)]
+    for kind in chosen:
+        mine = {site.layer for site in sites if site.kind == kind}
+        if not mine <= set(layers.get(kind, ())):
+            raise ConfigError(f"site {min(mine - set(layers.get(kind, ())))}.{kind} is not one of the model's")
+        if mine != set(layers[kind]):
+            spans.append((kind, tuple(_runs(sorted(layers[kind]), mine))))
+    # Kinds of the KV cache that the model does not have cost nothing, and make the name short.
+    absent = [kind for kind in KV_KINDS if kind not in layers] if set(KV_KINDS) & set(chosen) else []
+    like = [ranges for kind, ranges in spans if kind in KV_KINDS]
+    if like:
+        spans += [(kind, like[0]) for kind in absent]
+    return Plan(bits, None, (*chosen, *absent), scale_bits, tuple(spans))
+
+
+def _runs(all_layers: Sequence[int], mine: Collection[int]) -> Iterable[tuple[int, int]]:
+    """Ranges that hold the layers ``mine`` and none other of ``all_layers``."""
+    start: int | None = None
+    before = 0
+    for layer in all_layers:
+        if layer in mine and start is None:
+            start = layer
+        elif layer not in mine and start is not None:
+            yield start, before
+            start = None
+        before = layer
+    if start is not None:
+        yield start, before
+
+
+def _read_spans(text: str) -> Spans:
+    ends = [part.partition("-") for part in text.split(",")]
+    return tuple((int(first), int(last or first)) for first, _, last in ends)
+
+
+def _ordered(spans: Iterable[tuple[Kind, Spans]], kinds: Sequence[Kind]) -> tuple[tuple[Kind, Spans], ...]:
+    """Spans in the order of the kinds, each sorted, neighbours merged."""
+    given = dict(spans)
+    out: list[tuple[Kind, Spans]] = []
+    for kind in given:
+        if kind not in kinds:
+            raise ConfigError(f"a plan has spans for the sites {kind!r}, but does not record them")
+    for kind in kinds:
+        merged: list[tuple[int, int]] = []
+        for first, last in sorted(given.get(kind, ())):
+            if first < 0 or last < first:
+                raise ConfigError(f"a span of layers goes from a layer to the same or a deeper one, got {first}-{last}")
+            if merged and first <= merged[-1][1] + 1:
+                merged[-1] = merged[-1][0], max(last, merged[-1][1])
+            else:
+                merged.append((first, last))
+        if merged:
+            out.append((kind, tuple(merged)))
+    return tuple(out)
+
+
+def _span_text(ranges: Spans | None) -> str:
+    if ranges is None:
+        return ""
+    return "[" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges) + "]"
+
+
+def _kind_text(kinds: Sequence[Kind], spans: Mapping[Kind, Spans]) -> str:
     """The part of a plan's name that says which kinds it holds: empty for the paper's."""
     left = set(kinds)
     words = []
     for word, group in _WORDS.items():
-        if left.issuperset(group):
-            words.append(word)
+        alike = len({spans.get(kind) for kind in group}) == 1
+        if alike and left.issuperset(group):
+            words.append(word + _span_text(spans.get(group[0])))
             left -= set(group)
     start = "" if words[:2] == ["experts", "kv"] else ":"
     return start + "+".join(words) if start else "".join(f"+{word}" for word in words[2:])

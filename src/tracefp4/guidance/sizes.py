@@ -29,11 +29,13 @@ def bytes_per_token(plan: Plan, shapes: Iterable[SiteShape], num_layers: int) ->
         shapes: all site shapes of the model.
         num_layers: decoder layers of the model.
     """
-    total = 0.0
-    for shape in plan.select(shapes, num_layers):
-        total += sum(record_bytes(shape, plan.bits, plan.scale_bits).values())
-        total += CHECK_BYTES / CHUNK if plan.scale_bits != 8 else 0.0
-    return total
+    return sum(site_bytes(shape, plan.bits, plan.scale_bits) for shape in plan.select(shapes, num_layers))
+
+
+def site_bytes(shape: SiteShape, bits: int, scale_bits: int) -> float:
+    """Bytes a token of one site: codes, block scales, global scales, and its share of a check."""
+    check = CHECK_BYTES / CHUNK if scale_bits != 8 else 0.0
+    return sum(record_bytes(shape, bits, scale_bits).values()) + check
 
 
 def sizes(

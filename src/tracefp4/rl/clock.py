@@ -18,12 +18,12 @@ class Clock:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time a ``with`` block; the device is waited for at its end."""
+        """Time a ``with`` block; the device is waited for at its end. Blocks of one name add up."""
         start = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self._seconds[name] = time.perf_counter() - start
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
         """``time/<name>_s`` of each part, and ``time/step_s`` since the clock was made."""

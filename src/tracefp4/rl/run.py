@@ -7,7 +7,8 @@ The flow of one step::
             -> sync: push weights, compare checksums, weight version + 1
 
 Every random draw is keyed by the run's seed and the step, and the engine keeps nothing from one sync to the next, so a
-resumed run continues exactly: on a CPU its metrics equal those of the uninterrupted run bit for bit.
+resumed run continues exactly: on a CPU its metrics equal those of the uninterrupted run bit for bit. Only with
+``train.lag`` it does not: batches that waited are not in a checkpoint, and are sampled anew.
 
 Several ranks are one such run. Each has an engine and a store of its own, generates for its share of the prompts and
 trains on what came of it; the model is sharded over them, and the first one writes the record.
@@ -17,23 +18,25 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tracefp4.config import Config, to_toml
 from tracefp4.errors import CheckpointError, SyncError
 from tracefp4.formats.spec import get_spec
+from tracefp4.guidance.auto import LARGEST, budget_of
 from tracefp4.guidance.frame import Expectation
 from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.sizes import bytes_per_token
 from tracefp4.methods import get_method
-from tracefp4.models.binding import bind
+from tracefp4.models.binding import bind, binding_of, unbind
 from tracefp4.models.coverage import Coverage, compare, coverage, probe, render
 from tracefp4.models.directory import cache_dir
 from tracefp4.models.layout import describe
@@ -43,6 +46,7 @@ from tracefp4.rl.clock import Clock
 from tracefp4.rl.collect import Experience, digest_experience, guidance_size, make_requests, sampling_params, score
 from tracefp4.rl.evaluate import evaluate
 from tracefp4.rl.journal import Journal, NoJournal, make_tracker
+from tracefp4.rl.plans import SEQUENCES, choose_measured
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
 from tracefp4.rl.routers import check_routers
@@ -106,6 +110,8 @@ class Run:
         if self.source.get("upcycling") and config.warm_start.steps:
             self._gate()
         self.step = self.version = 0
+        self.backlog: deque[Experience] = deque()
+        """Batches that wait to be trained on: ``train.lag`` of them."""
         self._build(self._saved())
 
     def _warm_start(self, progress: Callable[[int, float], None] | None) -> str:
@@ -139,16 +145,15 @@ class Run:
         config = self.config
         self.store = LateStore(MemoryStore())
         self.layout = describe(self.model)
-        self.plan = Plan.parse(config.plan, self.layout.num_layers) if self.method.guided else None
-        self.engine = make_engine(
-            config.engine,
-            model=copy.deepcopy(self.model),
-            tokenizer=self.tokenizer,
-            spec=self.rollout_spec,
-            plan=self.plan,
-            store=self.store,
-            settings=config.rollout,
-        )
+        self.shapes = self.layout.recordable_shapes(self.trainer_spec)
+        self.budget = budget_of(config.plan) if self.method.guided else None
+        """Bytes a token of a plan that is chosen as training goes; ``None`` for a fixed plan."""
+        self.plan: Plan | None = None
+        if self.method.guided:
+            self.plan = LARGEST if self.budget else Plan.parse(config.plan, self.layout.num_layers)
+        if self.budget is not None and saved is not None:
+            self.plan = Plan.parse(saved[3].plan)
+        self._make_engine()
         start = copy.deepcopy(self.model) if config.loss.kl > 0 else None
         if saved is not None:
             checkpoint.restore(self.model, saved[1], f"checkpoint {saved[0]}")
@@ -157,8 +162,6 @@ class Run:
         embedding: Any = self.model.get_input_embeddings()
         centering = config.loss.score_centering
         self.top_logprobs = min(config.loss.centering_top, embedding.num_embeddings) if centering else 0
-        shapes = self.layout.recordable_shapes(self.trainer_spec)
-        self.guided_shapes = () if self.plan is None else self.plan.select(shapes, self.layout.num_layers)
         cached = WeightOperands(self.trainer_spec.weights, weight_cache(config, self.ranks))
         self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder, cached)
         self.sites.pack_saved = not config.train.gradient_checkpointing
@@ -172,6 +175,38 @@ class Run:
         temperature = config.sampling.temperature
         reference = None if start is None else Reference(start, self.layout, self.trainer_spec, temperature)
         self.updater = Updater(self.model, self.sites, self.optimizer, config, reference, self.ranks)
+
+    def _make_engine(self) -> None:
+        """Build the engine for the current plan, with the trainer's weights."""
+        config = self.config
+        self.guided_shapes = () if self.plan is None else self.plan.select(self.shapes, self.layout.num_layers)
+        self.engine = make_engine(
+            config.engine,
+            model=self._copy(),
+            tokenizer=self.tokenizer,
+            spec=self.rollout_spec,
+            plan=self.plan,
+            store=self.store,
+            settings=config.rollout,
+        )
+
+    def _copy(self) -> nn.Module:
+        """A copy of the policy without the trainer's site objects."""
+        if binding_of(self.model) is None:
+            return copy.deepcopy(self.model)
+        unbind(self.model)
+        try:
+            return copy.deepcopy(self.model)
+        finally:
+            bind(self.model, self.sites, spec=self.trainer_spec)
+
+    def _record(self, plan: Plan) -> None:
+        """Let the engine record another plan: it is built anew, which costs what starting it costs."""
+        if plan != self.plan:
+            self.plan = plan
+            self.engine.close()
+            self._make_engine()
+            self.sync()
 
     def describe(self, say: Callable[[str], None]) -> None:
         """Say what this run is: the policy, both sides' coverage, and whether they agree.
@@ -197,7 +232,10 @@ class Run:
             say(f"trainer: {render(mine)}")
         if self.plan is not None:
             size = bytes_per_token(self.plan, self.guided_shapes, self.layout.num_layers)
-            say(f"guidance {self.plan}: {size:.0f} B a token")
+            text = f"guidance {self.plan}: {size:.0f} B a token"
+            if self.budget is not None:
+                text += f"; every {self.config.train.replan_every} steps a plan of {self.budget} B is chosen from it"
+            say(text)
 
     @torch.no_grad()
     def trainer_coverage(self) -> Coverage:
@@ -264,6 +302,10 @@ class Run:
     def run_step(self, journal: Journal) -> dict[str, Any]:
         """One step of RL; returns its metrics."""
         config, clock, ranks = self.config, Clock(), self.ranks
+        choosing = self.budget is not None and self.step % config.train.replan_every == 0
+        if choosing:
+            with clock("plan"):
+                self._record(LARGEST)
         share, label = ranks.share(config.train.prompts), f"step-{self.step}"
         items = self.task.items("train", config.train.prompts, (config.seed, "step", self.step))[share]
         sampling = sampling_params(config, top_logprobs=self.top_logprobs)
@@ -279,12 +321,23 @@ class Run:
             unscored = ranks.merge(self.task.counts - before)
         store = self.store if self.plan is not None else None
         experience = digest_experience(rollouts, repeated, texts, rewards, config, store, ranks)
+        size = sum(shape.values for shape in self.guided_shapes)
+        chosen = None
+        if choosing:
+            with clock("plan"):
+                chosen = self._choose(experience)
+        self.backlog.append(experience)
+        ready = self.backlog.popleft() if len(self.backlog) > config.train.lag else None
         with clock("train"):
-            trained = self._update(experience)
+            trained = {} if ready is None else self._update(ready)
         with clock("sync"):
-            self.store.clear()
+            if ready is not None:
+                self._forget(ready)
             self.version += 1
             self.sync()
+        if chosen is not None:
+            with clock("plan"):
+                self._record(chosen)
         for i in experience.telling(samples):
             journal.sample(self.step, self._sample(experience, i))
         seconds = clock.metrics()
@@ -293,12 +346,39 @@ class Run:
             **experience.metrics,
             **{f"reward/{cause}": float(count) for cause, count in sorted(unscored.items())},
             **trained,
-            **guidance_size(rollouts, sum(shape.values for shape in self.guided_shapes), self.store.counts(), ranks),
+            **guidance_size(rollouts, size, self.store.counts(), ranks),
             **seconds,
             "throughput/rollout_tok_s": tokens / max(seconds["time/rollout_s"], 1e-9),
             "throughput/train_tok_s": trained.get("train/tokens", 0.0) / max(seconds["time/train_s"], 1e-9),
             "weight_version": self.version,
         }
+
+    def _choose(self, experience: Experience) -> Plan | None:
+        """The plan for the next steps, measured on this step's samples; ``None`` if none of them trains anything."""
+        load = self._loader(experience.rollouts)
+        group = self.config.train.samples
+        examples = sorted(experience.examples, key=lambda example: (example.index % group, example.index))[:SEQUENCES]
+        if load is None or self.budget is None or not examples:
+            return None
+        choice = choose_measured(
+            self.model,
+            self.sites,
+            self.shapes,
+            [experience.rollouts[example.index] for example in examples],
+            [load(example) for example in examples],
+            self.budget,
+            temperature=self.config.sampling.temperature,
+            micro_tokens=self.config.train.micro_tokens,
+        )
+        self.note(f"step {self.step}: {choice}")
+        return choice.plan
+
+    def _forget(self, experience: Experience) -> None:
+        """Delete the guidance of what was trained on; what trained nothing was dropped before."""
+        for example in experience.examples:
+            handle = experience.rollouts[example.index].guidance
+            if handle is not None:
+                self.store.delete(handle)
 
     def _update(self, experience: Experience) -> dict[str, float]:
         if not self.ranks.any(bool(experience.examples)):
@@ -332,7 +412,7 @@ class Run:
             plan=str(self.plan),
             shapes=self.guided_shapes,
             weight_version=self.version,
-            max_lag=self.config.train.max_lag,
+            max_lag=max(self.config.train.max_lag, self.config.train.lag),
         )
         return GuidanceSource(self.store, rollouts, expect)
 
@@ -360,7 +440,8 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint of the current step; the first rank writes, the others hand it their shards."""
-        state = TrainState(self.step, self.version, self.optimizer.steps, self._identity())
+        plan = "" if self.plan is None else str(self.plan)
+        state = TrainState(self.step, self.version, self.optimizer.steps, self._identity(), plan)
         root, model, optimizer = self.folder / "checkpoints", weights(self.model), self.optimizer.state()
         if not self.ranks.first:
             checkpoint.attend(model, optimizer)

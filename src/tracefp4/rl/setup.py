@@ -10,6 +10,7 @@ import torch
 
 from tracefp4.config import Config
 from tracefp4.errors import ConfigError, suggest
+from tracefp4.guidance.auto import LARGEST, budget_of
 from tracefp4.guidance.plan import Plan
 from tracefp4.methods import get_method
 from tracefp4.quantizers.guided import DECODERS
@@ -43,6 +44,11 @@ def check_ranks(config: Config, ranks: Ranks) -> None:
         )
     if config.engine != "embedded":
         raise ConfigError(f"several processes train with engine 'embedded' only, not {config.engine!r}")
+    if get_method(config.method).guided and budget_of(config.plan) is not None:
+        raise ConfigError(
+            f"plan {config.plan!r} is chosen by one process; {ranks.size} processes need a plan that stays, such as "
+            "'r1-all+mid'"
+        )
     if ":" in config.device:
         raise ConfigError(
             f"device = {config.device!r} names one device for {ranks.size} processes; with device = 'cuda' each takes "
@@ -83,7 +89,13 @@ def check_training(config: Config) -> None:
                 f"method {config.method!r} records one rounding of each value, and rollout.residual adds a second that "
                 "guidance does not know; set rollout.residual = 0"
             )
-        plan = Plan.parse(config.plan, num_layers=4)  # The model is not loaded yet; only its depth would differ.
+        budget = budget_of(config.plan)
+        if budget is not None and config.train.lag:
+            raise ConfigError(
+                f"plan {config.plan!r} changes as training goes, train.lag = {config.train.lag} mixes steps"
+            )
+        # The model is not loaded yet; only its depth would differ.
+        plan = LARGEST if budget is not None else Plan.parse(config.plan, num_layers=4)
         if not plan:
             raise ConfigError(
                 f"method {config.method!r} follows a plan, and plan 'none' records nothing; use method 'qat'"

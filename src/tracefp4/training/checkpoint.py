@@ -33,6 +33,8 @@ class TrainState:
     weight_version: int
     optimizer_steps: int
     config_hash: str
+    plan: str = ""
+    """What the engine records; empty without guidance."""
 
 
 def save(

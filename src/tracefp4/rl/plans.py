@@ -1,0 +1,110 @@
+"""A plan for a policy, measured on its own rollouts (``plan = "auto:<bytes>"``).
+
+The search is :mod:`tracefp4.guidance.auto`; this says how the gap is measured. A few finished rollouts carry the
+largest plan. Scoring them with the trainer, guided by some of their sites, and comparing with the engine's log-probs
+gives the mean of ``abs(log p_train - log p_rollout)`` over response tokens. The mean of k3 would be the more natural
+measure, but on a few hundred tokens two or three of them decide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from tracefp4.core import Rollout, Site, SiteShape
+from tracefp4.guidance.auto import BITS, SCALE_BITS, Choice, choose_plan
+from tracefp4.guidance.record import Record
+from tracefp4.training.batch import Example, collate, plan_micro_batches
+from tracefp4.training.observe import Observer
+from tracefp4.training.policy import token_logprobs
+from tracefp4.training.sites import TrainerSites
+
+SEQUENCES = 16
+"""Rollouts that a choice is measured on, at most."""
+
+
+def choose_measured(
+    model: nn.Module,
+    sites: TrainerSites,
+    shapes: Sequence[SiteShape],
+    rollouts: Sequence[Rollout],
+    records: Sequence[Record],
+    budget: float,
+    *,
+    temperature: float = 1.0,
+    micro_tokens: int = 16384,
+) -> Choice:
+    """Choose a plan of at most ``budget`` bytes a token.
+
+    Args:
+        model: the trainer's, bound to ``sites``.
+        sites: the trainer's site objects.
+        shapes: every recordable site of the model.
+        rollouts: finished rollouts, spread over prompts; the first :data:`SEQUENCES` of them are used.
+        records: their guidance, recorded with at least the bits of :mod:`tracefp4.guidance.auto` at every site.
+        budget: bytes a token.
+        temperature: of the rollouts.
+        micro_tokens: padded rows a forward.
+
+    Raises:
+        ConfigError: not even the smallest part of a plan fits.
+        GuidanceError: a record has fewer bits.
+    """
+    examples = [_example(i, r, record) for i, (r, record) in enumerate(zip(rollouts, records, strict=True))][:SEQUENCES]
+    scorer = _Scorer(model, sites, examples, temperature, micro_tokens)
+    return choose_plan(shapes, budget, scorer.gap, scorer.differences())
+
+
+class _Scorer:
+    """Scores examples under some of the sites that their records hold."""
+
+    def __init__(
+        self, model: nn.Module, sites: TrainerSites, examples: Sequence[Example], temperature: float, micro_tokens: int
+    ) -> None:
+        self._model, self._sites, self._temperature = model, sites, temperature
+        self._groups = plan_micro_batches(examples, micro_tokens)
+        self._device = next(model.parameters()).device
+
+    def gap(self, chosen: frozenset[Site]) -> float:
+        """Mean of ``abs(delta)`` when the sites ``chosen`` are guided."""
+        return self._run(chosen, None)
+
+    def differences(self) -> Mapping[Site, float]:
+        """Flip rate and scale mismatch of each site under all guidance, added up."""
+        observer = Observer()
+        self._run(None, observer)
+        return {site: found["flip_rate"] + found["scale_mismatch"] for site, found in observer.by_site().items()}
+
+    @torch.no_grad()
+    def _run(self, chosen: frozenset[Site] | None, observer: Observer | None) -> float:
+        total = count = 0.0
+        for group in self._groups:
+            batch = collate([_keep(example, chosen) for example in group], self._device)
+            with self._sites.batch(batch, observer=observer):
+                logprobs = token_logprobs(self._model, batch, self._temperature)[0]
+            delta = (logprobs - batch.rollout_logprobs)[batch.response]
+            total, count = total + float(delta.abs().sum(dtype=torch.float64)), count + delta.numel()
+        self._sites.checks.take()  # Failures under plans that were only tried are nobody's business.
+        return total / max(count, 1.0)
+
+
+def _example(index: int, rollout: Rollout, record: Record) -> Example:
+    sites = {site: part.reduce(BITS, SCALE_BITS, record.valid) for site, part in record.sites.items()}
+    return Example(
+        tokens=rollout.tokens,
+        prompt_length=len(rollout.prompt_ids),
+        rollout_logprobs=rollout.logprobs,
+        index=index,
+        record=replace(record, sites=sites),
+        routes=rollout.routes,
+    )
+
+
+def _keep(example: Example, chosen: frozenset[Site] | None) -> Example:
+    record = example.record
+    if record is None or chosen is None:
+        return example
+    return replace(example, record=replace(record, sites={s: p for s, p in record.sites.items() if s in chosen}))
