@@ -76,7 +76,7 @@ def test_each_round_measures_again() -> None:
         return 0.001 + 0.1 * (LAYERS - first)
 
     size = bytes_per_token(LARGEST, shapes(), LAYERS)
-    plan = choose_plan(shapes(), size / 2, gap, bands=8).plan
+    plan = choose_plan(shapes(), size / 2, gap).plan
     assert chosen(plan) >= {s.site for s in shapes() if s.site.layer < 4}
 
 

@@ -21,7 +21,10 @@ def run(
     config: Annotated[
         Path | None, typer.Option(help="Config whose task gives calibration prompts; a run's own by default.")
     ] = None,
-    calibrate: Annotated[bool, typer.Option(help="Report weighted errors for any method.")] = False,
+    calibrate: Annotated[bool, typer.Option(help="Calibrate for any method: weighted errors, input scales.")] = False,
+    layout: Annotated[
+        str, typer.Option(help="packed (for this package) or compressed-tensors (for vLLM and SGLang).")
+    ] = "packed",
     prompts: Annotated[int, typer.Option(help="Calibration prompts; the policy answers each once.")] = 64,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Seeds calibration, and random models.")] = 0,
@@ -32,7 +35,7 @@ def run(
 
     console = stderr_console()
     found = quantize(
-        QuantizeSettings(model, output, method, spec, numerics, config, calibrate, prompts, device, seed),
+        QuantizeSettings(model, output, method, spec, numerics, config, calibrate, layout, prompts, device, seed),
         note=lambda text: console.print(text, markup=False, soft_wrap=True),
     )
     emit(found, as_json=as_json, text=_text(found))
@@ -40,7 +43,8 @@ def run(
 
 def _text(found: dict[str, Any]) -> str:
     errors = found["errors"]
-    lines = [f"{found['model']} by {found['method']}: {len(found['rows'])} expert weights in {found['output']}"]
+    stored = f", activations {found['activations']}" if "activations" in found else ""
+    lines = [f"{found['model']} by {found['method']}: {len(found['rows'])} expert weights in {found['output']}{stored}"]
     lines += [f"  relative error {number(errors['error'])} (nvfp4: {number(errors['error_nearest'])})"]
     if "weighted" in errors:
         plain = number(errors["weighted_nearest"])

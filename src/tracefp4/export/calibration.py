@@ -32,6 +32,8 @@ class Calibration:
 
     energy: dict[str, Tensor]
     """float32 ``(E, K)`` by parameter name."""
+    peaks: dict[str, float]
+    """The largest magnitude of any input, by parameter name."""
     tokens: int
     """Tokens that were forwarded."""
     unreached: int
@@ -45,6 +47,7 @@ class _Recording:
         self._inner, self._experts, self._owner = inner, experts, owner
         self.routes: Tensor | None = None
         self.sums: dict[str, Tensor] = {}
+        self.peaks: dict[str, float] = {}
         self.counts = torch.zeros(experts, dtype=torch.float64)
 
     def gate_up(self, module: nn.Module) -> Operand:
@@ -57,6 +60,7 @@ class _Recording:
         member = self._membership(x)
         self._add("gate_up_proj", member.T @ x.detach().double().square())
         self.counts += member.sum(0).cpu()
+        self._peak("gate_up_proj", x[self._owner.real > 0])
         return self._inner.enter(x)
 
     def middle(self, h: Tensor, pairs: Tensor) -> Operand:
@@ -65,6 +69,7 @@ class _Recording:
         expert = self.routes.reshape(-1)[pairs]
         real = self._owner.real[torch.div(pairs, self.routes.shape[1], rounding_mode="floor")]
         energy = torch.zeros(self._experts, h.shape[1], dtype=torch.float64, device=h.device)
+        self._peak("down_proj", h[real > 0])
         self._add("down_proj", energy.index_add_(0, expert, h.detach().double().square() * real[:, None]))
         return self._inner.middle(h, pairs)
 
@@ -74,6 +79,10 @@ class _Recording:
             raise ModelError("experts ran before their router: there are no routes to calibrate by")
         member = torch.zeros(x.shape[0], self._experts, dtype=torch.float64, device=x.device)
         return member.scatter_(1, self.routes, 1.0) * self._owner.real[:, None]
+
+    def _peak(self, projection: str, x: Tensor) -> None:
+        largest = float(x.detach().abs().amax()) if x.numel() else 0.0
+        self.peaks[projection] = max(self.peaks.get(projection, 0.0), largest)
 
     def _add(self, projection: str, energy: Tensor) -> None:
         known = self.sums.get(projection)
@@ -138,14 +147,17 @@ def calibrate(model: nn.Module, sequences: Sequence[tuple[int, ...]], micro_toke
             batch = collate(group, device)
             sites.start(batch)
             decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
-    energy, unreached = {}, 0
+    energy: dict[str, Tensor] = {}
+    peaks: dict[str, float] = {}
+    unreached = 0
     for layer, name in layout.experts.items():
         site = sites.experts(layer)
         reached = site.counts > 0
         unreached += int((~reached).sum())
+        peaks |= {f"{name}.{projection}": peak for projection, peak in site.peaks.items()}
         for projection, total in site.sums.items():
             energy[f"{name}.{projection}"] = _filled(total.cpu(), site.counts, reached)
-    return Calibration(energy, sum(len(s) - 1 for s in sequences), unreached)
+    return Calibration(energy, peaks, sum(len(s) - 1 for s in sequences), unreached)
 
 
 def _filled(total: Tensor, counts: Tensor, reached: Tensor) -> Tensor:

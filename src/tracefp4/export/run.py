@@ -1,4 +1,4 @@
-"""``quantize``: a policy in, a packed folder out."""
+"""``quantize``: a policy in, a folder with FP4 weights out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 
 from tracefp4.config import Config
 from tracefp4.core import SamplingParams
-from tracefp4.errors import ConfigError
+from tracefp4.errors import ConfigError, suggest
 from tracefp4.export.calibration import Calibration, calibrate
+from tracefp4.export.compressed import write_compressed
 from tracefp4.export.posthoc import needs_calibration, quantize_experts, summary
 from tracefp4.formats.spec import get_spec
 from tracefp4.models.directory import LoadedModel, save_packed_model
@@ -20,6 +21,9 @@ from tracefp4.rl.policies import is_run, load_named, load_policy
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.tasks import make_task
 from tracefp4.rollout.registry import make_engine
+
+LAYOUTS = ("packed", "compressed-tensors")
+"""How the folder is laid out: for this package, or for vLLM and SGLang (:mod:`tracefp4.export.compressed`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class QuantizeSettings:
     """Config whose task gives the calibration prompts; a run's own by default."""
     calibrate: bool = False
     """Calibrate also for a method that does not need it, to report weighted errors."""
+    layout: str = "packed"
+    """One of :data:`LAYOUTS`."""
     prompts: int = 64
     """Calibration prompts; the policy answers each once, in bfloat16."""
     device: str = "auto"
@@ -52,7 +58,10 @@ def quantize(wanted: QuantizeSettings, note: Callable[[str], None] = lambda _: N
         ConfigError: an unknown method, a spec without NVFP4 weights, or calibration without a task.
         ModelError: the output folder has content.
     """
-    numerics = get_spec(wanted.spec, wanted.numerics).weights
+    spec = get_spec(wanted.spec, wanted.numerics)
+    numerics = spec.weights
+    if wanted.layout not in LAYOUTS:
+        raise ConfigError(f"unknown layout {wanted.layout!r}{suggest(wanted.layout, LAYOUTS)}")
     if numerics is None or numerics.scale_format != "e4m3":
         raise ConfigError(f"spec {wanted.spec!r} has no NVFP4 weights; use 'nvfp4-w4a4-kv4' for example")
     calibrated = needs_calibration(wanted.method) or wanted.calibrate
@@ -67,14 +76,19 @@ def quantize(wanted: QuantizeSettings, note: Callable[[str], None] = lambda _: N
     facts: dict[str, Any] = {"method": wanted.method, "model": wanted.model, "errors": summary(rows)}
     if found is not None:
         facts["calibration"] = {"prompts": wanted.prompts, "tokens": found.tokens, "unreached": found.unreached}
-    save_packed_model(
-        loaded,
-        packed,
-        wanted.output,
-        spec=wanted.spec,
-        numerics=wanted.numerics,
-        facts={**facts, "source": loaded.source},
-    )
+    if wanted.layout == "packed":
+        save_packed_model(
+            loaded,
+            packed,
+            wanted.output,
+            spec=wanted.spec,
+            numerics=wanted.numerics,
+            facts={**facts, "source": loaded.source},
+        )
+    else:
+        peaks = None if found is None or spec.activations is None else found.peaks
+        write_compressed(loaded, packed, wanted.output, peaks)
+        facts["activations"] = "BF16" if peaks is None else "NVFP4"
     head = {"output": str(wanted.output), "spec": wanted.spec, "numerics": wanted.numerics}
     return head | facts | {"rows": [asdict(row) for row in rows]}
 

@@ -5,9 +5,10 @@ there, on what that does to the log-probs, and on which other sites are guided: 
 trainer so far that bits of deeper ones name the wrong neighbour. So parts cannot be priced one by one.
 
 They are taken away from the largest plan in rounds. A part (:class:`Unit`) is one kind of site, K and V together, in a
-band of neighbouring layers. Each round
+band of neighbouring layers. Whole kinds are tried first, and go if that changes next to nothing; then bands of a few
+layers. Each round
 
-1. leaves out each remaining unit by itself and measures the gap of trainer and rollout,
+1. leaves out each unit by itself and measures the gap of trainer and rollout,
 2. takes away the units whose loss costs the gap least for each byte saved, until half of the excess bytes is gone,
 
 and the next round measures again, because what is gone changes what the rest is worth. Where one pass under the
@@ -28,8 +29,11 @@ from tracefp4.errors import ConfigError
 from tracefp4.guidance.plan import ALL_KINDS, Plan, plan_of
 from tracefp4.guidance.sizes import site_bytes
 
-BANDS = 6
-"""Bands that the layers of a kind are cut into."""
+BANDS = (1, 5)
+"""Numbers of bands that the layers of a kind are cut into: whole kinds first, then a few layers each."""
+
+CHEAP = 0.1
+"""By how much of itself the gap may grow for a unit to go from a cut that is not the finest."""
 
 BITS, SCALE_BITS = 1, 2
 """What a chosen plan keeps of each code and block scale: the fewest bits that measurements found to be enough."""
@@ -85,8 +89,13 @@ class Choice:
         )
 
 
-def units(shapes: Sequence[SiteShape], bands: int = BANDS) -> list[Unit]:
-    """Cut a model's sites into units: kind by kind (K, V and latent as one), in bands of equally many layers."""
+def units(shapes: Sequence[SiteShape], bands: int) -> list[Unit]:
+    """Cut sites into units: kind by kind (K, V and latent as one), in bands of equally many layers.
+
+    Args:
+        shapes: sites that are left; bands are cut out of these.
+        bands: at most so many a kind.
+    """
     groups: dict[Kind, list[SiteShape]] = {}
     for shape in shapes:
         groups.setdefault(Kind.K if shape.site.kind in KV_KINDS else shape.site.kind, []).append(shape)
@@ -103,12 +112,7 @@ def units(shapes: Sequence[SiteShape], bands: int = BANDS) -> list[Unit]:
 
 
 def choose_plan(
-    shapes: Sequence[SiteShape],
-    budget: float,
-    gap: Gap,
-    differences: Mapping[Site, float] | None = None,
-    *,
-    bands: int = BANDS,
+    shapes: Sequence[SiteShape], budget: float, gap: Gap, differences: Mapping[Site, float] | None = None
 ) -> Choice:
     """Choose a plan of at most ``budget`` bytes a token.
 
@@ -117,51 +121,52 @@ def choose_plan(
         budget: bytes a token, as :func:`tracefp4.guidance.sizes.bytes_per_token` counts them.
         gap: measures a set of sites; smaller is better.
         differences: of each site under the largest plan, if known: 0 where trainer and rollout round alike.
-        bands: bands of layers of a kind.
 
     Raises:
         ConfigError: not even the smallest unit fits.
     """
-    search = _Search(units(shapes, bands), budget, gap)
-    full = search.measure(search.kept)
+    search = _Search(shapes, budget, gap)
+    full = search.measure(search.sites)
     search.drop_idle(differences or {})
     while search.excess > 0:
         search.halve()
     search.take_back()
-    if not search.kept:
-        least = min(unit.size for unit in search.all)
+    if not search.sites:
+        least = min(unit.size for unit in units(shapes, BANDS[-1]))
         raise ConfigError(
             f"plan 'auto:{budget:g}' has room for nothing; the smallest part takes {least:g} bytes a token"
         )
-    sites = search.sites(search.kept)
-    plan = plan_of(sites, shapes, BITS, SCALE_BITS)
-    return Choice(plan, search.size, search.measure(search.kept), full, search.passes)
+    plan = plan_of(search.sites, shapes, BITS, SCALE_BITS)
+    return Choice(plan, search.size, search.measure(search.sites), full, search.passes)
 
 
 class _Search:
-    """The units that are kept, and what is known of their worth."""
+    """The sites that are kept, and what is known of the worth of others."""
 
-    def __init__(self, every: Sequence[Unit], budget: float, gap: Gap) -> None:
-        self.all, self.budget, self._gap = list(every), budget, gap
-        self.kept = list(every)
+    def __init__(self, shapes: Sequence[SiteShape], budget: float, gap: Gap) -> None:
+        self._shapes, self.budget, self._gap = shapes, budget, gap
+        self.sites = frozenset(shape.site for shape in shapes)
         self._known: dict[frozenset[Site], float] = {}
-        self._missed: dict[Unit, float] = {}
+        self._missed: list[tuple[float, Unit]] = []
+        self._level = 0
         self.passes = 0
 
     @property
+    def _kept(self) -> list[SiteShape]:
+        return [shape for shape in self._shapes if shape.site in self.sites]
+
+    @property
     def size(self) -> float:
-        return sum(unit.size for unit in self.kept)
+        """Bytes a token of what is kept."""
+        return sum(site_bytes(shape, BITS, SCALE_BITS) for shape in self._kept)
 
     @property
     def excess(self) -> float:
+        """Bytes a token over the budget."""
         return self.size - self.budget
 
-    @staticmethod
-    def sites(kept: Sequence[Unit]) -> frozenset[Site]:
-        return frozenset().union(*(unit.sites for unit in kept))
-
-    def measure(self, kept: Sequence[Unit]) -> float:
-        sites = self.sites(kept)
+    def measure(self, sites: frozenset[Site]) -> float:
+        """The gap under some sites, measured once."""
         if sites not in self._known:
             self._known[sites] = self._gap(sites)
             self.passes += 1
@@ -169,25 +174,33 @@ class _Search:
 
     def drop_idle(self, differences: Mapping[Site, float]) -> None:
         """Leave out units where nothing differs, the largest first, as long as there are too many bytes."""
-        idle = [unit for unit in self.kept if all(differences.get(site, 1.0) == 0.0 for site in unit.sites)]
+        idle = [u for u in units(self._shapes, BANDS[-1]) if all(differences.get(s, 1.0) == 0.0 for s in u.sites)]
         for unit in sorted(idle, key=lambda unit: -unit.size):
             if self.excess > 0:
-                self.kept.remove(unit)
-                self._missed[unit] = 0.0
+                self._drop(0.0, unit)
 
     def halve(self) -> None:
         """One round: measure what each unit is worth, and take away half of the excess bytes."""
-        here, goal = self.measure(self.kept), self.excess / 2
-        worth = {unit: self.measure([u for u in self.kept if u is not unit]) - here for unit in self.kept}
-        order = sorted(self.kept, key=lambda unit: worth[unit] / unit.size)
-        for unit in order:
-            self.kept.remove(unit)
-            self._missed[unit] = worth[unit]
-            if self.excess <= max(goal, 0.0):
+        here, goal = self.measure(self.sites), self.excess / 2
+        cut = units(self._kept, BANDS[self._level])
+        worth = {unit: self.measure(self.sites - unit.sites) - here for unit in cut}
+        finest = self._level == len(BANDS) - 1
+        found = [unit for unit in cut if finest or worth[unit] <= CHEAP * here]
+        if not found:
+            self._level += 1
+        for unit in sorted(found, key=lambda unit: worth[unit] / unit.size):
+            self._drop(worth[unit] / unit.size, unit)
+            if self.excess <= goal:
                 break
 
     def take_back(self) -> None:
-        """Spend what is left of the budget."""
-        for unit in sorted(self._missed, key=lambda unit: -self._missed[unit] / unit.size):
-            if unit not in self.kept and unit.size <= -self.excess:
-                self.kept.append(unit)
+        """Spend what is left of the budget, in the finest units."""
+        for _, missed in sorted(self._missed, key=lambda item: -item[0]):
+            shapes = [shape for shape in self._shapes if shape.site in missed.sites - self.sites]
+            for unit in units(shapes, BANDS[-1]):
+                if unit.size <= -self.excess:
+                    self.sites |= unit.sites
+
+    def _drop(self, worth: float, unit: Unit) -> None:
+        self.sites -= unit.sites
+        self._missed.append((worth, unit))

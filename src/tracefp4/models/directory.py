@@ -135,7 +135,7 @@ def save_model(loaded: LoadedModel, directory: str | Path) -> Path:
     """
     path = Path(directory).expanduser().absolute()
     try:
-        _claim(path)
+        claim(path)
         _write_model(loaded, path)
     except OSError as error:
         raise ModelError(f"the model cannot be written to {path}: {error}") from error
@@ -198,7 +198,7 @@ def save_packed_model(
         ModelError: the folder has content, or cannot be written.
     """
     path = Path(directory).expanduser().absolute()
-    _claim(path)
+    claim(path)
     try:
         with complete_folder(path) as working, quiet():
             loaded.model.config.save_pretrained(working)
@@ -209,8 +209,12 @@ def save_packed_model(
     return path
 
 
-def _claim(path: Path) -> None:
-    """Refuse a folder with content; remove an empty one, which the finished folder will replace."""
+def claim(path: Path) -> None:
+    """Refuse a folder with content; remove an empty one, which the finished folder will replace.
+
+    Raises:
+        ModelError: it has content.
+    """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ModelError(f"{path} exists already; choose a new folder")
     if path.is_dir():
