@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tracefp4.errors import ConfigError
+from tracefp4.report import paper_figures
 from tracefp4.report.arms import MAIN_METHODS, NVFP4, POSTHOC, TABLE_TITLES, Base, arms_of, parse_arm
 from tracefp4.report.comparison import gaps, verdict, write_comparison
 from tracefp4.report.paper_figures import FIGURES, draw_all
@@ -220,6 +221,27 @@ def test_every_figure_is_drawn_or_named(results):
     drawings, notes = draw_all(results)
     assert {d.name for d in drawings} == set(FIGURES) - {"fig6", "fig10"}
     assert [note.split()[0] for note in notes] == ["fig6", "fig10"]
+
+
+def test_curves_are_drawn_over_the_seeds_that_all_arms_have(results):
+    arms = [results.arm(name) for name in ("bf16", "qat", "trace")]
+    results.runs["qat"][1].status = "failed"
+    for arm in arms:
+        faint = [line for line in paper_figures._lines(results, arms, "reward/mean") if line.faint]
+        assert len(faint) == 3 * 2
+        assert {run.seed for run in paper_figures._runs(results, arms, arm)} == {0, 2}
+    for run in results.runs["qat"]:
+        run.status = "failed"
+    assert len(paper_figures._runs(results, arms, arms[0])) == 3
+
+
+def test_a_long_legend_stays_within_the_picture(results):
+    figure = paper_figures.time_split(results)
+    assert figure is not None
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    box = axes.get_legend().get_window_extent()
+    assert box.x1 <= figure.bbox.x1 and box.y0 >= figure.bbox.y0
 
 
 def test_everything_is_written_and_drawn_again_from_one_file(results, tmp_path: Path):

@@ -118,7 +118,9 @@ def _devices() -> Iterable[Check]:
     import torch
 
     if not torch.cuda.is_available():
-        yield Check("device", "ok", f"CPU, {torch.get_num_threads()} threads; torch sees no CUDA device")
+        count = torch.get_num_threads()
+        threads = "1 thread" if count == 1 else f"{count} threads"
+        yield Check("device", "ok", f"CPU, {threads}; torch sees no CUDA device")
         yield Check("FP4 hardware", "ok", "no; FP4 arithmetic is emulated exactly")
         return
     for index in range(torch.cuda.device_count()):

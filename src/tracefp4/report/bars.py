@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+LEGEND_COLUMNS = 3
+"""Entries of the legend of stacked bars in a line; more of them do not fit the width."""
+
+
 @dataclass(slots=True)
 class Bars:
     """Grouped or stacked bars of shares, 0 to 1."""
@@ -39,9 +43,11 @@ def draw_bars(bars: Bars, size: tuple[float, float] = (7.2, 3.05)) -> Figure:
         ConfigError: matplotlib is not installed.
     """
     height = max(1.5, 1.0 + 0.5 * len(bars.groups)) if bars.stacked else size[1]
+    extra = 0.22 if bars.stacked and len(bars.series) > LEGEND_COLUMNS else 0.0
+    height += extra
     with drawing((size[0], height)) as figure:
         left = (0.3 + 0.085 * max(map(len, bars.groups))) if bars.stacked else 0.45
-        box = (left / size[0], 0.42 / height, 1 - (left + 0.3) / size[0], 1 - 1.14 / height)
+        box = (left / size[0], (0.42 + extra) / height, 1 - (left + 0.3) / size[0], 1 - (1.14 + extra) / height)
         axes = figure.add_axes(box)
         inches = (box[2] * size[0], box[3] * height)
         heading(axes, bars.title, bars.unit, inches, left=left - 0.12)
@@ -88,7 +94,7 @@ def _stacked(axes: Axes, bars: Bars) -> None:
         frameon=False,
         loc="upper left",
         bbox_to_anchor=(0, -0.02),
-        ncols=len(bars.series),
+        ncols=min(len(bars.series), LEGEND_COLUMNS),
         fontsize=8,
         labelcolor="linecolor",
         handlelength=0.8,

@@ -27,7 +27,7 @@ from tracefp4.report.bars import Bars, draw_bars
 from tracefp4.report.compare import mean_series
 from tracefp4.report.figures import SERIES_COLOURS, Line, Panel, draw
 from tracefp4.report.panels import positive, smoothing
-from tracefp4.report.results import Results
+from tracefp4.report.results import Results, RunResult
 from tracefp4.report.run_data import Series
 from tracefp4.report.tables import WINDOW
 
@@ -47,7 +47,7 @@ COLOURS = {
     "qat_w4a16": "amber",
     "qarl": "purple",
     "quads": "amber",
-    "tis_sc": "sky",
+    "tis_sc": "green",
     "trace": "blue",
 }
 """A method has one colour in every figure."""
@@ -83,11 +83,21 @@ def _dynamics(results: Results) -> list[Arm]:
     return kept[: len(SERIES_COLOURS)]
 
 
+def _runs(results: Results, arms: Sequence[Arm], arm: Arm) -> list[RunResult]:
+    """Finished runs of an arm with the seeds that all ``arms`` have finished; all of its runs where there are none.
+
+    Seeds start from warm starts of different quality: a mean over other seeds than those of its neighbours misleads.
+    """
+    shared = set.intersection(*({run.seed for run in results.done(one.name)} for one in arms))
+    runs = results.done(arm.name)
+    return [run for run in runs if run.seed in shared] or runs
+
+
 def _lines(results: Results, arms: Sequence[Arm], metric: str, *, log: bool = False, window: int = 0) -> list[Line]:
     lines: list[Line] = []
     for index, arm in enumerate(arms):
         colour = COLOURS.get(arm.name.partition("@")[0], SERIES_COLOURS[index % len(SERIES_COLOURS)])
-        members = [run.series[metric] for run in results.done(arm.name) if metric in run.series]
+        members = [run.series[metric] for run in _runs(results, arms, arm) if metric in run.series]
         members = [positive(series) if log else series for series in members]
         members = [series for series in members if series]
         if not members:
@@ -110,7 +120,8 @@ def _curves(results: Results, arms: Sequence[Arm]) -> list[Line]:
     lines = []
     for index, arm in enumerate(arms):
         colour = COLOURS.get(arm.name.partition("@")[0], SERIES_COLOURS[index % len(SERIES_COLOURS)])
-        members = [Series([s for s, _ in run.curve], [v for _, v in run.curve]) for run in results.done(arm.name)]
+        runs = _runs(results, arms, arm)
+        members = [Series([s for s, _ in run.curve], [v for _, v in run.curve]) for run in runs]
         members = [series for series in members if series]
         if members:
             lines.append(Line(arm.method, mean_series(members), colour, markers=True))
