@@ -226,7 +226,7 @@ class Config(_Table):
     """Deployment: formats of weights, activations and KV cache."""
     numerics: str = "nvfp4-te"
     """Named arithmetic of the FP4 formats."""
-    plan: str = "r1-all+mid"
+    plan: str = "r1-all+mid/s2"
     """Which quantization outcomes of the rollout guide the trainer; ``auto:<bytes a token>`` chooses by measurement."""
     decoder: Literal["bracket", "nearest", "map", "replay", "gated"] = "bracket"
     """How guided rounding reads the recorded bits."""

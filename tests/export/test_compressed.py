@@ -63,9 +63,9 @@ def test_the_library_reads_back_the_weights_of_the_trainer(tmp_path: Path, name:
                 parts = {"gate_proj": gate, "up_proj": up}
             for part, expected in parts.items():
                 found = weights[f"{path}.{expert}.{part}"]
-                # The library divides the block scale by the global one, we multiply by its reciprocal.
-                torch.testing.assert_close(found, expected, rtol=3e-7, atol=0)
-                assert torch.equal(found.bfloat16(), expected.bfloat16()) or numerics == "nvfp4-te"
+                # The library divides the block scale by the global one, we multiply by its reciprocal: with powers
+                # of two that is the same, else the last bit may differ.
+                torch.testing.assert_close(found, expected, rtol=0 if numerics == "nvfp4-pow2" else 3e-7, atol=0)
                 seen += 1
     assert seen == len(weights) > 0
     # What is not quantized is there as it was.
