@@ -13,7 +13,9 @@ layers. Each round
 
 and the next round measures again, because what is gone changes what the rest is worth. Where one pass under the
 largest plan saw no difference in a unit at all, neither of a code nor of a scale, it goes before anything is measured.
-What is left of the budget in the end takes units back, the most missed first.
+What is left of the budget in the end takes units back, the most missed first. Greed can lose to a simple plan, so
+those are measured too: every choice of kinds, in as many of the deepest or of the first layers as the budget permits.
+The smallest gap wins.
 
 Whoever calls says how the gap is measured (:mod:`tracefp4.rl.plans`); this is arithmetic on sites and numbers.
 """
@@ -23,6 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from tracefp4.core import KV_KINDS, Kind, Site, SiteShape
 from tracefp4.errors import ConfigError
@@ -35,8 +38,8 @@ BANDS = (1, 5)
 CHEAP = 0.1
 """By how much of itself the gap may grow for a unit to go from a cut that is not the finest."""
 
-BITS, SCALE_BITS = 1, 2
-"""What a chosen plan keeps of each code and block scale: the fewest bits that measurements found to be enough."""
+BITS, SCALE_BITS = 1, 3
+"""What a chosen plan keeps of each code and block scale. Two bits of a scale are too few where sites are left out."""
 
 LARGEST = Plan(BITS, None, ALL_KINDS, SCALE_BITS)
 """What is recorded to choose from: every site."""
@@ -98,7 +101,7 @@ def units(shapes: Sequence[SiteShape], bands: int) -> list[Unit]:
     """
     groups: dict[Kind, list[SiteShape]] = {}
     for shape in shapes:
-        groups.setdefault(Kind.K if shape.site.kind in KV_KINDS else shape.site.kind, []).append(shape)
+        groups.setdefault(_group(shape), []).append(shape)
     found = []
     for group in groups.values():
         layers = sorted({shape.site.layer for shape in group})
@@ -127,17 +130,47 @@ def choose_plan(
     """
     search = _Search(shapes, budget, gap)
     full = search.measure(search.sites)
+    if search.excess <= 0:
+        return Choice(LARGEST, search.size, full, full, search.passes)
     search.drop_idle(differences or {})
     while search.excess > 0:
         search.halve()
     search.take_back()
-    if not search.sites:
+    candidates = [sites for sites in (search.sites, *simple_plans(shapes, budget)) if sites]
+    if not candidates:
         least = min(unit.size for unit in units(shapes, BANDS[-1]))
         raise ConfigError(
             f"plan 'auto:{budget:g}' has room for nothing; the smallest part takes {least:g} bytes a token"
         )
-    plan = plan_of(search.sites, shapes, BITS, SCALE_BITS)
-    return Choice(plan, search.size, search.measure(search.sites), full, search.passes)
+    best = min(candidates, key=search.measure)
+    size = sum(site_bytes(shape, BITS, SCALE_BITS) for shape in shapes if shape.site in best)
+    return Choice(plan_of(best, shapes, BITS, SCALE_BITS), size, search.measure(best), full, search.passes)
+
+
+def simple_plans(shapes: Sequence[SiteShape], budget: float) -> list[frozenset[Site]]:
+    """Every choice of kinds (K, V and latent as one), in the deepest and in the first layers that fit into a budget."""
+    layers = sorted({shape.site.layer for shape in shapes})
+    kinds = sorted({_group(shape) for shape in shapes})
+    found: list[frozenset[Site]] = []
+    for count in range(1, len(kinds) + 1):
+        for chosen in combinations(kinds, count):
+            for order in (layers, layers[::-1]):
+                sites: frozenset[Site] = frozenset()
+                left = budget
+                for layer in order:
+                    here = [s for s in shapes if s.site.layer == layer and _group(s) in chosen]
+                    left -= sum(site_bytes(shape, BITS, SCALE_BITS) for shape in here)
+                    if left < 0:
+                        break
+                    sites |= {shape.site for shape in here}
+                if sites and sites not in found:
+                    found.append(sites)
+    return found
+
+
+def _group(shape: SiteShape) -> Kind:
+    """K, V and latent count as one kind."""
+    return Kind.K if shape.site.kind in KV_KINDS else shape.site.kind
 
 
 class _Search:
