@@ -57,7 +57,6 @@ GUIDED = {
     "guidance/flip_rate",
     "guidance/scale_mismatch",
     "guidance/saved_share",
-    "guidance/scale_check_failures",
 }
 
 
@@ -352,6 +351,8 @@ def test_a_changed_weight_changes_the_digest(make_run: MakeRun) -> None:
         ("method=trac", "did you mean 'trace'"),
         ("plan=none", "use method 'qat'"),
         ("plan=auto:lots", "did you mean 'auto:4096'"),
+        ("train.lag=1,plan=r1-all/s2", "use plan 'r1-all'"),
+        ("train.lag=1,plan=auto:99", "changes as training goes"),
         ("decoder=replay", "'r4-all\\+mid'"),
         ("correction.reject=vetoo", "did you mean 'veto'"),
         ("correction.low=9", "not below correction.high"),
@@ -362,7 +363,7 @@ def test_a_changed_weight_changes_the_digest(make_run: MakeRun) -> None:
 )
 def test_contradicting_settings_are_refused_at_once(make_run: MakeRun, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_run(override)
+        make_run(*override.split(",") if override.startswith("train.lag") else [override])
 
 
 def test_guidance_that_trains_nothing_is_never_written(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,7 @@ something finite.
 
 Other decoders. ``nearest``: the congruent magnitude nearest to ``z`` in the whole codebook. ``map``: the one whose
 rounding cell is nearest, which is the most probable code under a small symmetric error. ``replay``: the recorded code,
-whatever ``z`` is (4 bits). ``gated``: as ``bracket`` within a quarter of a step from the middle of the two neighbours,
-and to nearest outside, where a bit that disagrees tells of another value rather than of rounding noise. ``nearest`` and
-``map`` keep the sign of ``z``, and with 4 bits they are ``replay``.
+whatever ``z`` is (4 bits). The first two keep the sign of ``z``, and with 4 bits they are ``replay``.
 
 A decision depends on ``z`` only through comparisons with a few dyadic thresholds, so it is tabulated from the
 definition: class of ``z`` to cell, then (cell, recorded bits) to code (:mod:`tracefp4.formats.tables`). Elements of
@@ -51,11 +49,8 @@ from tracefp4.formats.tables import classify, lookup, on_device, representatives
 from tracefp4.quantizers.congruent import LARGEST_E4M3, LARGEST_E8M0, restore_scales
 from tracefp4.quantizers.guided_e4m3 import choose_e4m3
 
-DECODERS = ("bracket", "nearest", "map", "replay", "gated")
+DECODERS = ("bracket", "nearest", "map", "replay")
 """How recorded bits are read."""
-
-GATE = 0.25
-"""Decoder ``gated``: how far from the middle of its neighbours, in steps, a value may lie and still be guided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +167,7 @@ def _decide(size: np.ndarray, sign: np.ndarray, low: int, bits: int, decoder: st
         congruent = _nearest_congruent(size, low, bits)
         step = 1 << bits
         wanted = np.where(upper % step == low, upper, np.where(lower % step == low, lower, congruent))
-    chosen = np.clip(wanted, lower, upper)
-    if decoder == "gated":
-        width, middle = grid[upper] - grid[lower], (grid[upper] + grid[lower]) / 2
-        far = np.abs(size - middle) > GATE * width
-        chosen = np.where(far, np.where(size > middle, upper, lower), chosen)
-    return sign + chosen
+    return sign + np.clip(wanted, lower, upper)
 
 
 def _congruent(low: int, bits: int) -> np.ndarray:

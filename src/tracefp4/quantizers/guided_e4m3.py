@@ -59,7 +59,7 @@ def choose_e4m3(z: Tensor, low: Tensor, bits: int, decoder: str) -> Tensor:
         far_above = lookup(values, above.clamp(max=_LAST)) - size
     take_below = ((far_below <= far_above) | (above > _LAST)) & (below >= 0)
     code = torch.where(take_below, below, above)
-    if decoder in ("bracket", "gated"):
+    if decoder == "bracket":
         # An end that is congruent wins over a candidate outside of the bracket that happens to be nearer.
         code = torch.where(above == upper, upper, torch.where(below == lower, lower, code))
         code = torch.minimum(torch.maximum(code, lower), upper)

@@ -100,6 +100,11 @@ def check_training(config: Config) -> None:
             raise ConfigError(
                 f"method {config.method!r} follows a plan, and plan 'none' records nothing; use method 'qat'"
             )
+        if config.train.lag and plan.scale_bits != 8:
+            raise ConfigError(
+                f"plan '{plan}' restores block scales from the trainer's own, and train.lag = {config.train.lag} lets "
+                f"them drift apart; use plan '{replace(plan, scale_bits=8)}'"
+            )
         check_decoder(plan, config.decoder)
     if config.loss.overlong_buffer > config.sampling.max_new_tokens:
         raise ConfigError("loss.overlong_buffer is longer than sampling.max_new_tokens")
