@@ -189,13 +189,19 @@ def test_a_plan_for_some_bytes_is_chosen_and_revisited(make_run: MakeRun) -> Non
 
 
 def test_rollouts_of_earlier_steps_are_trained_on_with_their_guidance(make_run: MakeRun) -> None:
-    run = make_run("train.lag=2", "steps=4", "eval.items=0")
+    run = make_run("train.lag=2", "train.guided_lag=2", "steps=4", "eval.items=0")
     steps = _train(run)
     assert ["grad_norm" in metrics for metrics in steps] == [False, False, True, True]
     assert [metrics["weight_version"] for metrics in steps] == [1, 2, 3, 4]
     assert all(metrics["guidance/coverage"] == 1.0 for metrics in steps[2:])
     # Two batches still wait; their guidance lies in the store, that of the others is gone.
     assert len(run.store.keys()) == sum(len(batch.examples) for batch in run.backlog) > 0
+
+
+def test_old_rollouts_are_trained_on_without_guidance_unless_asked(make_run: MakeRun) -> None:
+    steps = _train(make_run("train.lag=1", "steps=3", "eval.items=0"))
+    assert all("grad_norm" in metrics and "guidance/coverage" not in metrics for metrics in steps[1:])
+    assert [metrics["guidance/saved_share"] for metrics in steps[1:]] == [1.0, 1.0]
 
 
 # What losses and corrections do in a run ------------------------------------------------------------------------------
@@ -351,7 +357,7 @@ def test_a_changed_weight_changes_the_digest(make_run: MakeRun) -> None:
         ("method=trac", "did you mean 'trace'"),
         ("plan=none", "use method 'qat'"),
         ("plan=auto:lots", "did you mean 'auto:4096'"),
-        ("train.lag=1,plan=r1-all/s2", "use plan 'r1-all'"),
+        ("train.lag=1,train.guided_lag=1,plan=r1-all/s2", "use plan 'r1-all'"),
         ("train.lag=1,plan=auto:99", "changes as training goes"),
         ("decoder=replay", "'r4-all\\+mid'"),
         ("correction.reject=vetoo", "did you mean 'veto'"),

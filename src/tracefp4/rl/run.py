@@ -385,7 +385,10 @@ class Run:
             return {}
         every = self.config.train.unguided_every
         unguided = every > 0 and self.step % every == 0
-        return self.updater.update(experience.examples, self._loader(experience.rollouts), measure_unguided=unguided)
+        # Guidance of old weights holds the trainer to a policy that it has left, and hides from the correction how far.
+        age = self.version - min(rollout.weight_version for rollout in experience.rollouts)
+        load = self._loader(experience.rollouts) if age <= self.config.train.guided_lag else None
+        return self.updater.update(experience.examples, load, measure_unguided=unguided)
 
     def _sample(self, experience: Experience, i: int) -> dict[str, Any]:
         item = experience.items[i]
@@ -412,7 +415,7 @@ class Run:
             plan=str(self.plan),
             shapes=self.guided_shapes,
             weight_version=self.version,
-            max_lag=max(self.config.train.max_lag, self.config.train.lag),
+            max_lag=max(self.config.train.max_lag, self.config.train.guided_lag),
         )
         return GuidanceSource(self.store, rollouts, expect)
 

@@ -100,7 +100,7 @@ def check_training(config: Config) -> None:
             raise ConfigError(
                 f"method {config.method!r} follows a plan, and plan 'none' records nothing; use method 'qat'"
             )
-        if config.train.lag and plan.scale_bits != 8:
+        if min(config.train.lag, config.train.guided_lag) and plan.scale_bits != 8:
             raise ConfigError(
                 f"plan '{plan}' restores block scales from the trainer's own, and train.lag = {config.train.lag} lets "
                 f"them drift apart; use plan '{replace(plan, scale_bits=8)}'"
