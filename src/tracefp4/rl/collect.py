@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -47,6 +48,17 @@ class Experience:
         rewards = self.rewards.tolist()
         order = sorted(range(len(rewards)), key=lambda i: (rewards[i], i % group, i))
         return order if len(order) <= most else order[: most // 2] + order[most // 2 - most :]
+
+    def sample(self, i: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+        """One sample as the journal keeps it."""
+        item = self.items[i]
+        return {
+            "item": item.id,
+            "prompt": decode(self.rollouts[i].prompt_ids),
+            "answer": item.answer,
+            "response": self.texts[i],
+            "reward": float(self.rewards[i]),
+        }
 
 
 def derive_seed(*parts: object) -> int:

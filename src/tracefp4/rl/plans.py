@@ -8,6 +8,7 @@ measure, but on a few hundred tokens two or three of them decide it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -15,8 +16,10 @@ import torch
 from torch import nn
 
 from tracefp4.core import Rollout, Site, SiteShape
+from tracefp4.formats.spec import Spec
 from tracefp4.guidance.auto import BITS, SCALE_BITS, Choice, choose_plan
 from tracefp4.guidance.record import Record
+from tracefp4.models.binding import bind, binding_of, unbind
 from tracefp4.training.batch import Example, collate, plan_micro_batches
 from tracefp4.training.observe import Observer
 from tracefp4.training.policy import token_logprobs
@@ -24,6 +27,11 @@ from tracefp4.training.sites import TrainerSites
 
 SEQUENCES = 16
 """Rollouts that a choice is measured on, at most."""
+
+
+def spread(examples: Sequence[Example], group: int) -> list[Example]:
+    """At most :data:`SEQUENCES` examples of as many prompts as possible; ``group`` samples a prompt."""
+    return sorted(examples, key=lambda example: (example.index % group, example.index))[:SEQUENCES]
 
 
 def choose_measured(
@@ -108,3 +116,14 @@ def _keep(example: Example, chosen: frozenset[Site] | None) -> Example:
     if record is None or chosen is None:
         return example
     return replace(example, record=replace(record, sites={s: p for s, p in record.sites.items() if s in chosen}))
+
+
+def unbound_copy(model: nn.Module, sites: TrainerSites, spec: Spec) -> nn.Module:
+    """A copy of a model for an engine: without the trainer's site objects, where it has any."""
+    if binding_of(model) is None:
+        return copy.deepcopy(model)
+    unbind(model)
+    try:
+        return copy.deepcopy(model)
+    finally:
+        bind(model, sites, spec=spec)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tracefp4.config import Config, to_toml
 from tracefp4.errors import CheckpointError, SyncError
@@ -34,19 +34,19 @@ from tracefp4.guidance.frame import Expectation
 from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
-from tracefp4.guidance.sizes import bytes_per_token
 from tracefp4.methods import get_method
-from tracefp4.models.binding import bind, binding_of, unbind
-from tracefp4.models.coverage import Coverage, compare, coverage, probe, render
+from tracefp4.models.binding import bind
+from tracefp4.models.coverage import Coverage, coverage, probe
 from tracefp4.models.directory import cache_dir
 from tracefp4.models.layout import describe
 from tracefp4.models.loading import load_model
 from tracefp4.models.packing import model_digest
 from tracefp4.rl.clock import Clock
 from tracefp4.rl.collect import Experience, digest_experience, guidance_size, make_requests, sampling_params, score
+from tracefp4.rl.description import describe_run
 from tracefp4.rl.evaluate import evaluate
 from tracefp4.rl.journal import Journal, NoJournal, make_tracker
-from tracefp4.rl.plans import SEQUENCES, choose_measured
+from tracefp4.rl.plans import choose_measured, spread, unbound_copy
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
 from tracefp4.rl.routers import check_routers
@@ -153,6 +153,9 @@ class Run:
             self.plan = LARGEST if self.budget else Plan.parse(config.plan, self.layout.num_layers)
         if self.budget is not None and saved is not None:
             self.plan = Plan.parse(saved[3].plan)
+        cached = WeightOperands(self.trainer_spec.weights, weight_cache(config, self.ranks))
+        self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder, cached)
+        self.sites.pack_saved = not config.train.gradient_checkpointing
         self._make_engine()
         start = copy.deepcopy(self.model) if config.loss.kl > 0 else None
         if saved is not None:
@@ -162,9 +165,6 @@ class Run:
         embedding: Any = self.model.get_input_embeddings()
         centering = config.loss.score_centering
         self.top_logprobs = min(config.loss.centering_top, embedding.num_embeddings) if centering else 0
-        cached = WeightOperands(self.trainer_spec.weights, weight_cache(config, self.ranks))
-        self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder, cached)
-        self.sites.pack_saved = not config.train.gradient_checkpointing
         bind(self.model, self.sites, spec=self.trainer_spec)
         if self.ranks.size > 1:
             shard(self.model, self.layout, self.ranks)
@@ -182,23 +182,13 @@ class Run:
         self.guided_shapes = () if self.plan is None else self.plan.select(self.shapes, self.layout.num_layers)
         self.engine = make_engine(
             config.engine,
-            model=self._copy(),
+            model=unbound_copy(self.model, self.sites, self.trainer_spec),
             tokenizer=self.tokenizer,
             spec=self.rollout_spec,
             plan=self.plan,
             store=self.store,
             settings=config.rollout,
         )
-
-    def _copy(self) -> nn.Module:
-        """A copy of the policy without the trainer's site objects."""
-        if binding_of(self.model) is None:
-            return copy.deepcopy(self.model)
-        unbind(self.model)
-        try:
-            return copy.deepcopy(self.model)
-        finally:
-            bind(self.model, self.sites, spec=self.trainer_spec)
 
     def _record(self, plan: Plan) -> None:
         """Let the engine record another plan: it is built anew, which costs what starting it costs."""
@@ -209,33 +199,8 @@ class Run:
             self.sync()
 
     def describe(self, say: Callable[[str], None]) -> None:
-        """Say what this run is: the policy, both sides' coverage, and whether they agree.
-
-        Raises:
-            CoverageError: a site was missed, or a method that quantizes both sides alike does not.
-        """
-        theirs = self.engine.coverage()
-        mine = self.trainer_coverage()
-        loss, correction = self.config.loss, self.config.correction
-        processes = f", {self.ranks.size} processes" if self.ranks.size > 1 else ""
-        say(f"policy {self.config.policy} on {self.device}{processes}; method {self.method.name}")
-        weighing = f"{correction.level} {correction.name}{f', {correction.reject}' if correction.reject else ''}"
-        say(f"loss {loss.name}{' with score centering' if loss.score_centering else ''}; correction {weighing}")
-        say(f"warm start {self.warm_start_hash}")
-        for key, value in self.source.items():
-            say(f"  {key}: {value}")
-        say(f"rollout: {render(theirs)}")
-        if self.rollout_spec.hash == self.trainer_spec.hash:
-            compare(theirs, mine)
-            say("trainer: the same, checked module by module")
-        else:
-            say(f"trainer: {render(mine)}")
-        if self.plan is not None:
-            size = bytes_per_token(self.plan, self.guided_shapes, self.layout.num_layers)
-            text = f"guidance {self.plan}: {size:.0f} B a token"
-            if self.budget is not None:
-                text += f"; every {self.config.train.replan_every} steps a plan of {self.budget} B is chosen from it"
-            say(text)
+        """Say what this run is; see :func:`tracefp4.rl.description.describe_run`."""
+        describe_run(self, say)
 
     @torch.no_grad()
     def trainer_coverage(self) -> Coverage:
@@ -339,7 +304,7 @@ class Run:
             with clock("plan"):
                 self._record(chosen)
         for i in experience.telling(samples):
-            journal.sample(self.step, self._sample(experience, i))
+            journal.sample(self.step, experience.sample(i, self.prompter.decode))
         seconds = clock.metrics()
         (tokens,) = ranks.sum([sum(len(r.response_ids) for r in rollouts)])
         return {
@@ -356,20 +321,15 @@ class Run:
     def _choose(self, experience: Experience) -> Plan | None:
         """The plan for the next steps, measured on this step's samples; ``None`` if none of them trains anything."""
         load = self._loader(experience.rollouts)
-        group = self.config.train.samples
-        examples = sorted(experience.examples, key=lambda example: (example.index % group, example.index))[:SEQUENCES]
+        examples = spread(experience.examples, self.config.train.samples)
         if load is None or self.budget is None or not examples:
             return None
+        rollouts = [experience.rollouts[example.index] for example in examples]
+        records = [load(example) for example in examples]
         choice = choose_measured(
-            self.model,
-            self.sites,
-            self.shapes,
-            [experience.rollouts[example.index] for example in examples],
-            [load(example) for example in examples],
-            self.budget,
-            temperature=self.config.sampling.temperature,
-            micro_tokens=self.config.train.micro_tokens,
-        )
+            self.model, self.sites, self.shapes, rollouts, records, self.budget,
+            temperature=self.config.sampling.temperature, micro_tokens=self.config.train.micro_tokens,
+        )  # fmt: skip
         self.note(f"step {self.step}: {choice}")
         return choice.plan
 
@@ -389,16 +349,6 @@ class Run:
         age = self.version - min(rollout.weight_version for rollout in experience.rollouts)
         load = self._loader(experience.rollouts) if age <= self.config.train.guided_lag else None
         return self.updater.update(experience.examples, load, measure_unguided=unguided)
-
-    def _sample(self, experience: Experience, i: int) -> dict[str, Any]:
-        item = experience.items[i]
-        return {
-            "item": item.id,
-            "prompt": self.prompter.decode(experience.rollouts[i].prompt_ids),
-            "answer": item.answer,
-            "response": experience.texts[i],
-            "reward": float(experience.rewards[i]),
-        }
 
     def sync(self) -> None:
         """Push the trainer's bfloat16 weights to the engine and prove that both sides quantize the same ones."""
