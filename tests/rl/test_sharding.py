@@ -125,7 +125,8 @@ def test_a_run_of_two_ranks_records_what_a_run_of_one_does(runs) -> None:
         assert one.keys() == two.keys()
         for key in ("reward/mean", "response_length/mean", "samples/dropped", "train/tokens", "eval/chain_sum/pass@1"):
             assert one.get(key) == two.get(key), key
-        assert two.get("guidance/bytes_per_token") == pytest.approx(one.get("guidance/bytes_per_token"))
+        for key in ("bytes_per_token", "shipped_bytes_per_token", "saved_share", "dropped_frames"):
+            assert two.get(f"guidance/{key}") == pytest.approx(one.get(f"guidance/{key}")), key
     evaluations = [(folder / "run" / "evaluations.jsonl").read_text() for folder in runs.values()]
     assert evaluations[0] == evaluations[1]
 
@@ -156,6 +157,7 @@ def test_settings_that_ranks_cannot_share_are_refused(tree) -> None:
         ({"train": tree["train"] | {"prompts": 1}}, "less than the 2 processes"),
         ({"engine": "sglang"}, "'embedded' only"),
         ({"device": "cuda:1"}, "names one device"),
+        ({"plan": "auto:4096"}, "chosen by one process"),
     ):
         with pytest.raises(ConfigError, match=text):
             check_ranks(settings.parse(tree | change), Ranks(0, 2))

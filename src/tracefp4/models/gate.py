@@ -63,6 +63,14 @@ class RouterReport:
     rise_error: float
     """Standard error of ``rise`` over tokens."""
 
+    def __str__(self) -> str:
+        """The figures in short: the weakest gradient, the closest experts, and what other routes cost."""
+        return (
+            f"gradient at least {min(self.gradient):.2g} in every layer, experts at distance "
+            f"{min(self.dissimilarity):.2g} or more, routes of other tokens raise the loss from {self.loss:.3f} to "
+            f"{self.loss_permuted:.3f} nats"
+        )
+
     def problems(self, *, min_balance: float, min_dissimilarity: float, min_rise: float) -> list[str]:
         """Sentences that say what keeps this from being a mixture of experts; empty if nothing does."""
         found = []

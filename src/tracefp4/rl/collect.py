@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tracefp4.config import Config
-from tracefp4.core import Request, Rollout, SamplingParams
+from tracefp4.core import Handle, Request, Rollout, SamplingParams
 from tracefp4.guidance.late_store import Shipping
 from tracefp4.guidance.store import Store
 from tracefp4.rl.advantages import compute_advantages
@@ -48,6 +48,11 @@ class Experience:
         rewards = self.rewards.tolist()
         order = sorted(range(len(rewards)), key=lambda i: (rewards[i], i % group, i))
         return order if len(order) <= most else order[: most // 2] + order[most // 2 - most :]
+
+    def handles(self) -> list[Handle]:
+        """Guidance of the samples that train something; that of the others was dropped before."""
+        found = [self.rollouts[example.index].guidance for example in self.examples]
+        return [handle for handle in found if handle is not None]
 
     def sample(self, i: int, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
         """One sample as the journal keeps it."""

@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tracefp4.config import Config, to_toml
-from tracefp4.errors import CheckpointError, SyncError
+from tracefp4.errors import SyncError
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.auto import LARGEST, budget_of
 from tracefp4.guidance.frame import Expectation
@@ -57,16 +56,13 @@ from tracefp4.rl.update import GuidanceSource, Updater
 from tracefp4.rl.warm_start import warm_start
 from tracefp4.rollout.registry import make_engine
 from tracefp4.training import checkpoint
-from tracefp4.training.checkpoint import TrainState
+from tracefp4.training.checkpoint import Saved, TrainState
 from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import recompute_layers
 from tracefp4.training.ranks import ALONE, Ranks
 from tracefp4.training.sharding import shard, weights
 from tracefp4.training.sites import TrainerSites
 from tracefp4.training.weights import WeightOperands
-
-Saved = tuple[Path, dict[str, Tensor], dict[str, Tensor], TrainState]
-"""A checkpoint: its folder, weights, optimizer tensors and counters."""
 
 
 class Run:
@@ -108,11 +104,12 @@ class Run:
         with ranks.first_before_others():
             self.warm_start_hash = self._warm_start(warm_progress)
         if self.source.get("upcycling") and config.warm_start.steps:
-            self._gate()
+            found = check_routers(self.model, self.task, self.prompter, (config.seed, "routers"))
+            note(f"routers: {found}")
         self.step = self.version = 0
         self.backlog: deque[Experience] = deque()
         """Batches that wait to be trained on: ``train.lag`` of them."""
-        self._build(self._saved())
+        self._build(checkpoint.newest(self.folder / "checkpoints", self._identity()))
 
     def _warm_start(self, progress: Callable[[int, float], None] | None) -> str:
         config = self.config
@@ -133,14 +130,6 @@ class Run:
             progress=progress,
         )
 
-    def _gate(self) -> None:
-        found = check_routers(self.model, self.task, self.prompter, (self.config.seed, "routers"))
-        self.note(
-            f"routers: gradient at least {min(found.gradient):.2g} in every layer, experts at distance "
-            f"{min(found.dissimilarity):.2g} or more, routes of other tokens raise the loss from {found.loss:.3f} to "
-            f"{found.loss_permuted:.3f} nats"
-        )
-
     def _build(self, saved: Saved | None) -> None:
         config = self.config
         self.store = LateStore(MemoryStore())
@@ -152,14 +141,14 @@ class Run:
         if self.method.guided:
             self.plan = LARGEST if self.budget else Plan.parse(config.plan, self.layout.num_layers)
         if self.budget is not None and saved is not None:
-            self.plan = Plan.parse(saved[3].plan)
+            self.plan = Plan.parse(saved.state.plan)
         cached = WeightOperands(self.trainer_spec.weights, weight_cache(config, self.ranks))
         self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder, cached)
         self.sites.pack_saved = not config.train.gradient_checkpointing
         self._make_engine()
         start = copy.deepcopy(self.model) if config.loss.kl > 0 else None
         if saved is not None:
-            checkpoint.restore(self.model, saved[1], f"checkpoint {saved[0]}")
+            checkpoint.restore(self.model, saved.model, f"checkpoint {saved.folder}")
         if config.train.gradient_checkpointing:
             recompute_layers(self.model)
         embedding: Any = self.model.get_input_embeddings()
@@ -171,7 +160,7 @@ class Run:
             self.sites.weights.manage()
         self.optimizer = MasterAdamW(self.model.named_parameters(), config.optimizer)
         if saved is not None:
-            self._resume(*saved)
+            self._resume(saved)
         temperature = config.sampling.temperature
         reference = None if start is None else Reference(start, self.layout, self.trainer_spec, temperature)
         self.updater = Updater(self.model, self.sites, self.optimizer, config, reference, self.ranks)
@@ -296,8 +285,8 @@ class Run:
         with clock("train"):
             trained = {} if ready is None else self._update(ready)
         with clock("sync"):
-            if ready is not None:
-                self._forget(ready)
+            for handle in ready.handles() if ready is not None else ():
+                self.store.delete(handle)
             self.version += 1
             self.sync()
         if chosen is not None:
@@ -332,13 +321,6 @@ class Run:
         )  # fmt: skip
         self.note(f"step {self.step}: {choice}")
         return choice.plan
-
-    def _forget(self, experience: Experience) -> None:
-        """Delete the guidance of what was trained on; what trained nothing was dropped before."""
-        for example in experience.examples:
-            handle = experience.rollouts[example.index].guidance
-            if handle is not None:
-                self.store.delete(handle)
 
     def _update(self, experience: Experience) -> dict[str, float]:
         if not self.ranks.any(bool(experience.examples)):
@@ -403,22 +385,10 @@ class Run:
         self.note(f"checkpoint {folder}")
         return folder
 
-    def _saved(self) -> Saved | None:
-        """The newest checkpoint of this run's folder."""
-        found = checkpoint.complete(self.folder / "checkpoints")
-        if not found:
-            return None
-        model, optimizer, state = checkpoint.load(found[-1])
-        if state.config_hash != self._identity():
-            raise CheckpointError(
-                f"{found[-1]} was written with other settings; choose another output_dir or remove the folder"
-            )
-        return found[-1], model, optimizer, state
-
-    def _resume(self, folder: Path, model: dict[str, Tensor], optimizer: dict[str, Tensor], state: TrainState) -> None:
-        self.optimizer.load(optimizer, state.optimizer_steps)
-        self.step, self.version = state.step, state.weight_version
-        self.note(f"resumed from {folder}")
+    def _resume(self, saved: Saved) -> None:
+        self.optimizer.load(saved.optimizer, saved.state.optimizer_steps)
+        self.step, self.version = saved.state.step, saved.state.weight_version
+        self.note(f"resumed from {saved.folder}")
 
     def _identity(self) -> str:
         return f"{config_hash(self.config)}-{self.warm_start_hash}"

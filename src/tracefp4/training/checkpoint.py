@@ -37,6 +37,16 @@ class TrainState:
     """What the engine records; empty without guidance."""
 
 
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that was read; tensors on the CPU."""
+
+    folder: Path
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: TrainState
+
+
 def save(
     root: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], state: TrainState, keep: int
 ) -> Path:
@@ -109,6 +119,23 @@ def load(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], TrainState
             raise CheckpointError(f"checkpoint file {file} was altered: its hash differs from the manifest")
     state = TrainState(**json.loads((folder / "state.json").read_text(encoding="utf-8")))
     return load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors"), state
+
+
+def newest(root: Path, config_hash: str) -> Saved | None:
+    """Read the newest finished checkpoint under ``root``; ``None`` if there is none.
+
+    Raises:
+        CheckpointError: it is damaged (see :func:`load`), or a run with another ``config_hash`` wrote it.
+    """
+    found = complete(root)
+    if not found:
+        return None
+    model, optimizer, state = load(found[-1])
+    if state.config_hash != config_hash:
+        raise CheckpointError(
+            f"{found[-1]} was written with other settings; choose another output_dir or remove the folder"
+        )
+    return Saved(found[-1], model, optimizer, state)
 
 
 @torch.no_grad()
