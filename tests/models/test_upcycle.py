@@ -214,6 +214,7 @@ def test_gate_passes_a_split_model_and_foreign_routes_cost(learned):
     assert report.layers == (0, 1) and all(sum(load) == pytest.approx(1) for load in report.load)
     plain = torch.nn.functional.cross_entropy(logits(moe, tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert report.loss == pytest.approx(float(plain), abs=1e-5)
+    assert f"raise the loss from {report.loss:.3f} to {report.loss_permuted:.3f} nats" in str(report)
 
 
 def test_gate_refuses_a_router_that_uses_few_experts(learned):
