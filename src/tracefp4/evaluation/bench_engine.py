@@ -175,31 +175,32 @@ def _steps(
 def _fixed(
     bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes, whole: Sizes, batch: int
 ) -> None:  # fmt: skip
-    name = f"B{batch} {part.length}"
-    try:
-        seconds, estimate = _both(bench, part, engine, batch)
-    except failures() as error:
-        bench.fail(f"decode {part.label} {name}", arm, error)
-        return
-    for label, value, bytes_ in ((part.label, seconds, own), (part.whole, estimate, whole)):
-        bound = 1e6 * bytes_.step(batch, part.context) / bench.bandwidth
-        detail = f"{batch / value:.0f} tok/s" + ("" if bytes_ is own else f", from {part.layers} layers")
-        bench.rows.append(Row(f"decode {label} {name}", arm, 1e6 * value, "us", bound, detail=detail))
+    for label, seconds, size in _measured(bench, part, arm, engine, own, whole, batch, f"B{batch} {part.length}"):
+        bound = 1e6 * size.step(batch, part.context) / bench.bandwidth
+        detail = f"{batch / seconds:.0f} tok/s" + ("" if size is own else f", from {part.layers} layers")
+        bench.rows.append(Row(label, arm, 1e6 * seconds, "us", bound, detail=detail))
 
 
 def _limited(
     bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes, whole: Sizes, batch: int, budget: float
 ) -> None:  # fmt: skip
     name = f"memory-limited {part.length}"
+    for label, seconds, size in _measured(bench, part, arm, engine, own, whole, batch, name):
+        bound = batch * bench.bandwidth / size.step(batch, part.context)
+        detail = f"B{batch} in {budget:g} GiB, {whole.weights / GIB:.1f} of them weights"
+        bench.rows.append(Row(label, arm, batch / seconds, "tok/s", bound, detail=detail))
+
+
+def _measured(
+    bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes, whole: Sizes, batch: int, name: str
+) -> list[tuple[str, float, Sizes]]:  # fmt: skip
+    """Label, seconds of a step and sizes, of the slice and of the whole model; nothing if the step failed."""
     try:
         seconds, estimate = _both(bench, part, engine, batch)
     except failures() as error:
         bench.fail(f"decode {part.label} {name}", arm, error)
-        return
-    for label, value, bytes_ in ((part.label, seconds, own), (part.whole, estimate, whole)):
-        bound = batch * bench.bandwidth / bytes_.step(batch, part.context)
-        detail = f"B{batch} in {budget:g} GiB, {whole.weights / GIB:.1f} of them weights"
-        bench.rows.append(Row(f"decode {label} {name}", arm, batch / value, "tok/s", bound, detail=detail))
+        return []
+    return [(f"decode {part.label} {name}", seconds, own), (f"decode {part.whole} {name}", estimate, whole)]
 
 
 def _memory_rows(bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes) -> None:

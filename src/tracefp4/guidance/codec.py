@@ -75,7 +75,7 @@ def pack_bits(low: Tensor, bits: int) -> Tensor:
         from tracefp4.kernels import planes as kernel
 
         return kernel.pack(low, bits)
-    words = _view(low, torch.int64)
+    words = wider(low, torch.int64)
     planes = [(((words >> b) & _ONES) * _GATHER) >> 56 for b in range(bits)]
     return torch.cat(planes, dim=-1).to(torch.uint8)
 
@@ -174,7 +174,7 @@ def scale_checks(scales: Tensor, valid: Tensor | None = None) -> Tensor:
         raise FormatError(f"scale checks take uint8 (..., T, n), got {scales.dtype} {tuple(scales.shape)}")
     rows, n = scales.shape[-2:]
     padded = torch.nn.functional.pad(scales, (0, -n % 4, 0, -rows % CHUNK))
-    words = _view(padded, torch.int32).to(torch.int64) & 0xFFFFFFFF
+    words = wider(padded, torch.int32).to(torch.int64) & 0xFFFFFFFF
     if valid is not None:
         words = words * torch.nn.functional.pad(valid, (0, -rows % CHUNK))[..., None]
     keys = _keys_on(words.shape[-1], scales.device)
@@ -198,8 +198,16 @@ def check_keys(words: int) -> Tensor:
     return torch.from_numpy(z.view(np.int64))
 
 
-def _view(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as wider integers along the last axis, without a copy where memory permits it."""
+def wider(data: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as wider integers along the last axis, without a copy where memory permits it.
+
+    Args:
+        data: uint8 ``(..., n)``, ``n`` a multiple of the size of ``dtype``.
+        dtype: an integer type.
+
+    Returns:
+        ``(..., n / size of dtype)``, little-endian.
+    """
     shape = (*data.shape[:-1], data.shape[-1] // dtype.itemsize)
     if data.numel() == 0:
         return data.new_empty(shape, dtype=dtype)

@@ -155,7 +155,8 @@ def _split(
     if start < stop:
         for index in tl.static_range(TILES):
             row = _tile(index, D, FP4)
-            tl.store(part_ptr + place[None, :] * D + row[:, None], out[index], mask=live[None, :] & (row >= 0)[:, None])
+            mask = tl.broadcast_to(live[None, :], (D // TILES, COLUMNS))
+            tl.store(part_ptr + place[None, :] * D + row[:, None], out[index], mask=mask)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tracefp4.formats.tables import on_device
-from tracefp4.guidance.codec import check_keys
+from tracefp4.guidance.codec import check_keys, wider
 
 _TILE = 1 << 16
 _TILES = 1 << 8
@@ -59,11 +59,7 @@ def _words(tensor: Tensor) -> Tensor:
     """Its bytes as int32 words ``(n,)``."""
     data = tensor.contiguous().reshape(-1).view(torch.uint8)
     over = data.numel() % 4
-    if over:
-        data = torch.cat([data, data.new_zeros(4 - over)])
-    elif data.storage_offset() % 4:
-        data = data.clone()
-    return data.view(torch.int32)
+    return wider(torch.nn.functional.pad(data, (0, 4 - over)) if over else data, torch.int32)
 
 
 def fingerprint_keys() -> Tensor:
