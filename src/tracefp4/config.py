@@ -90,6 +90,8 @@ class WarmStartConfig(_Table):
     """Weight of the load-balancing loss of the routers."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
+    spec: str = "bf16"
+    """Quantized while it is fine-tuned, for every arm alike: ``nvfp4-w4a4-kv4`` makes a start that FP4 costs little."""
 
 
 class LossConfig(_Table):

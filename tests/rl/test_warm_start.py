@@ -18,6 +18,8 @@ from tracefp4.rl.warm_start import LoadBalance, warm_start
 
 CONFIG = WarmStartConfig(steps=3, batch_size=4, lr=1e-3, router_aux=0.1)
 
+QUANTIZED = CONFIG.model_copy(update={"spec": "nvfp4-w4a4-kv4"})
+
 
 def _pairs(step: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     draw = torch.Generator().manual_seed(step)
@@ -80,9 +82,12 @@ def test_the_hash_names_everything_that_shapes_the_start(tmp_path: Path, monkeyp
     monkeypatch.setattr(module, "_fine_tune", lambda *_: None)
     model = tiny_model("qwen3_moe")
     names = [_start(model, tmp_path)]
-    for key, value in {"steps": 4, "batch_size": 5, "lr": 2e-3, "router_aux": 0.0, "weight_decay": 0.1}.items():
+    changes = {"steps": 4, "batch_size": 5, "lr": 2e-3, "router_aux": 0.0, "weight_decay": 0.1, "spec": "nvfp4-w4a4"}
+    for key, value in changes.items():
         names.append(_start(model, tmp_path, CONFIG.model_copy(update={key: value})))
-    assert {*CONFIG.model_dump()} == {"steps", "batch_size", "lr", "router_aux", "weight_decay"}
+    assert {*CONFIG.model_dump()} == {*changes}
+    names.append(_start(model, tmp_path, QUANTIZED, numerics="nvfp4-pow2"))
+    names.append(_start(model, tmp_path, QUANTIZED))
     names.append(_start(model, tmp_path, identity={"seed": 1}))
     names.append(_start(model, tmp_path, micro_tokens=32))
     with torch.no_grad():
@@ -98,6 +103,39 @@ def test_no_steps_change_nothing(tmp_path: Path) -> None:
     _start(model, tmp_path, CONFIG.model_copy(update={"steps": 0}))
     assert _equal(model, before)
     assert not list(tmp_path.iterdir())
+
+
+def test_numerics_say_nothing_of_a_start_in_bfloat16(tmp_path: Path) -> None:
+    model = tiny_model("qwen3_moe")
+    none = CONFIG.model_copy(update={"steps": 0})
+    assert _start(model, tmp_path, none, numerics="nvfp4-pow2") == _start(model, tmp_path, none)
+
+
+def test_a_quantized_start_is_another_one_and_costs_fp4_less(tmp_path: Path) -> None:
+    """Measured with the loss that the FP4 policy has on what both were fine-tuned on."""
+    plain, quantized = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
+    pairs = _pairs(0)
+
+    def train(model: nn.Module, spec: str, steps: int, lr: float) -> list[float]:
+        losses: list[float] = []
+        config = WarmStartConfig(steps=steps, batch_size=4, lr=lr, spec=spec)
+        warm_start(
+            model,
+            config,
+            lambda _: pairs,
+            identity={"steps": steps},
+            cache=tmp_path / f"{spec}-{len(list(tmp_path.iterdir()))}",
+            micro_tokens=16,
+            progress=lambda _, loss: losses.append(loss),
+        )
+        return losses
+
+    train(plain, "bf16", 40, 3e-3)
+    train(quantized, "nvfp4-w4a4-kv4", 40, 3e-3)
+    assert not _equal(plain, quantized)
+    # The first loss of one more step under FP4 is that of the weights as they are.
+    after = {name: train(m, "nvfp4-w4a4-kv4", 1, 1e-9)[0] for name, m in [("plain", plain), ("quantized", quantized)]}
+    assert after["quantized"] < after["plain"]
 
 
 def test_it_learns(tmp_path: Path) -> None:

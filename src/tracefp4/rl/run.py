@@ -127,6 +127,7 @@ class Run:
             identity={"task": config.task.model_dump(mode="json"), "seed": config.seed},
             cache=cache_dir() / "warm-starts",
             micro_tokens=config.train.micro_tokens,
+            numerics=config.numerics,
             progress=progress,
         )
 

@@ -1,9 +1,13 @@
 """Supervised warm start: teach the format and a first accuracy, so that RL has groups with mixed outcomes.
 
-Plain next-token cross-entropy on gold completions, in bfloat16 without quantization, the same start for every method of
-a comparison. It is deterministic, and cached under a hash of everything that shapes it: model weights, task, settings,
-seed, and the micro-batches and kind of device, on which bfloat16 results depend in the last bits. The hash is recorded
-in the run, and runs with different hashes must not be paired.
+Plain next-token cross-entropy on gold completions, the same start for every method of a comparison. It is in bfloat16
+unless ``warm_start.spec`` says otherwise: a small model that was never trained under FP4 loses most of its accuracy to
+it, and RL in FP4 would then first have to repair what a large model never loses; a quantization-aware start leaves all
+arms near each other, and arms without FP4 start from the same weights.
+
+It is deterministic, and cached under a hash of everything that shapes it: model weights, task, settings, seed, and the
+micro-batches and kind of device, on which bfloat16 results depend in the last bits. The hash is recorded in the run, and
+runs with different hashes must not be paired.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tracefp4.config import OptimizerConfig, WarmStartConfig
-from tracefp4.formats.spec import get_spec
+from tracefp4.formats.spec import DEFAULT_NVFP4, Spec, get_spec
 from tracefp4.models.binding import bind, unbind
 from tracefp4.models.layout import describe
 from tracefp4.models.packing import model_digest
@@ -45,6 +49,7 @@ def warm_start(
     identity: dict[str, object],
     cache: Path,
     micro_tokens: int,
+    numerics: str = DEFAULT_NVFP4,
     progress: Callable[[int, float], None] | None = None,
 ) -> str:
     """Fine-tune ``model`` in place, or load the cached result.
@@ -56,14 +61,20 @@ def warm_start(
         identity: whatever else shapes the data (task, seed); part of the cache key. JSON values.
         cache: folder of cached warm starts.
         micro_tokens: padded rows a micro-batch.
+        numerics: preset of FP4 arithmetic, of effect if ``config.spec`` quantizes anything.
         progress: called with the step and its loss.
+
+    Raises:
+        FormatError: unknown spec, or one that ``numerics`` does not fit.
 
     Returns:
         The hash that names this start, the same in every run that begins from equal weights.
     """
-    before = model_digest(model, describe(model), None)
+    before, spec = model_digest(model, describe(model), None), get_spec(config.spec, numerics)
     key: dict[str, object] = {"format": FORMAT, "model": before, "config": config.model_dump(), "identity": identity}
     key |= {"micro_tokens": micro_tokens, "device": next(model.parameters()).device.type}
+    if config.spec != "bf16":
+        key["numerics"] = numerics
     name = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()
     if config.steps == 0:
         return name
@@ -71,7 +82,7 @@ def warm_start(
     if file.is_file():
         restore(model, load_file(file), f"warm start {file}")
         return name
-    _fine_tune(model, config, pairs, micro_tokens, progress)
+    _fine_tune(model, config, spec, pairs, micro_tokens, progress)
     cache.mkdir(parents=True, exist_ok=True)
     # Several runs of a comparison may make the same start at once; each writes its own file, and equal ones replace
     # each other.
@@ -84,12 +95,13 @@ def warm_start(
 def _fine_tune(
     model: nn.Module,
     config: WarmStartConfig,
+    spec: Spec,
     pairs: Pairs,
     micro_tokens: int,
     progress: Callable[[int, float], None] | None,
 ) -> None:
     layout = describe(model)
-    sites = TrainerSites(layout, get_spec("bf16"))
+    sites = TrainerSites(layout, spec)
     bind(model, sites)
     balance = LoadBalance(model, layout.routers.values(), layout.num_experts) if config.router_aux > 0 else None
     optimizer = MasterAdamW(
