@@ -12,7 +12,7 @@ from tracefp4.errors import ConfigError, EngineError, NonFiniteError
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.plan import Plan
 from tracefp4.models.tiny import VOCAB, tiny_model
-from tracefp4.rollout.embedded import EmbeddedEngine
+from tracefp4.rollout.embedded import HOLD_STEPS, EmbeddedEngine
 from tracefp4.rollout.registry import engine_names, make_engine
 
 
@@ -141,6 +141,48 @@ def test_abort_leaves_nothing(make_bench, make_request, family, steps):
     assert bench.store.keys() == (finished[0].guidance.key,)
     with pytest.raises(EngineError, match="no request 'goes'"):
         engine.abort("goes")
+
+
+def _steps_until(engine, count: int) -> list[int]:
+    """The step after which each of ``count`` rollouts came."""
+    steps: list[int] = []
+    number = 0
+    while len(steps) < count:
+        number += 1
+        steps += [number] * len(engine.step())
+    return steps
+
+
+def test_sequences_that_end_together_are_gathered_together(make_bench, make_request):
+    engine = make_bench(max_tokens=1024).engine
+    long = HOLD_STEPS + 12
+    for name, new in {"a": 3, "b": 5, "c": 12, "d": long}.items():
+        engine.add(make_request(name, 4, max_new_tokens=new))
+    first = _steps_until(engine, 4)
+    # The first ends in step 2 (its first token comes with the prefill), so it and those after it come 16 steps later.
+    assert first == [2 + HOLD_STEPS] * 3 + [long - 1]
+    assert_empty(engine)
+
+
+def test_nobody_waits_for_pages_of_sequences_that_ended(make_bench, make_request):
+    engine = make_bench(max_batch=2, max_tokens=1024).engine
+    for name, new in {"a": 3, "b": 12, "c": 3}.items():
+        engine.add(make_request(name, 4, max_new_tokens=new))
+    assert _steps_until(engine, 3)[0] == 2
+    assert_empty(engine)
+
+
+def test_a_sample_that_ended_and_was_not_returned_can_be_given_up(make_bench, make_request):
+    bench = make_bench(max_tokens=1024)
+    engine = bench.engine
+    engine.add(make_request("goes", 4, max_new_tokens=3))
+    engine.add(make_request("stays", 4, max_new_tokens=9))
+    for _ in range(4):
+        assert engine.step() == []
+    (dropped,) = engine.abort("goes")
+    assert dropped.finish_reason == "length" and len(dropped.response_ids) == 3 and dropped.guidance is None
+    assert _steps_until(engine, 1) and len(bench.store.keys()) == 1
+    assert_empty(engine)
 
 
 def test_step_by_step_equals_generate(make_bench, make_request):

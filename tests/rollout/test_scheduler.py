@@ -39,6 +39,7 @@ def step(scheduler: Scheduler) -> list[Sequence]:
             sequence.append(1, 0.0)
             if len(sequence.response) >= sequence.request.sampling.max_new_tokens:
                 ended.append(sequence)
+                scheduler.leave(sequence)
                 scheduler.finish(sequence)
 
     chunks = scheduler.prefill()

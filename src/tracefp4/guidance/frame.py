@@ -31,6 +31,7 @@ from tracefp4.guidance.header import LIMITS, Header, frame_size, header_of, open
 from tracefp4.guidance.layout import Layout, RouteShape, layout_of, table_of
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
+from tracefp4.guidance.runs import SiteRuns
 from tracefp4.guidance.sheaf import Sheaf
 from tracefp4.guidance.sizes import account, bytes_per_token, sizes
 from tracefp4.guidance.store import Pending
@@ -112,6 +113,7 @@ def encode_rows(
         GuidanceError: the sheaf has no such rows, or the frame is larger than the limits.
     """
     valid = sheaf.check_rows(start, rows)
+    sheaf.wait()
     layout = layout_of(sheaf.layout.plan, sheaf.layout.table, rows, None)
 
     def fill(frame: Tensor, offset: int) -> None:
@@ -329,19 +331,13 @@ def _cut(body: Tensor, section: tuple[int, int]) -> Tensor:
     return body[section[0] : section[0] + section[1]]
 
 
-def _read_sites(frame: Tensor, layout: Layout, start: int, label: str) -> dict[Site, SiteRecord]:
-    """Views of every site, in order."""
-    bits, shapes = layout.plan.scale_bits, layout.table.shapes
-    found: list[SiteRecord | None] = [None] * len(shapes)
-    clean = True
-    for run in layout.table.runs:
-        parts = layout.parts(frame, start, run)
-        shape = shapes[run.sites[0]]
-        clean = clean and clean_padding(parts.scales, bits, shape.width // shape.block)
-        each = [[None] * len(run.sites) if part is None else part.unbind(0) for part in parts]
-        for index, planes, scales, wide, checks in zip(run.sites, *each, strict=True):
-            found[index] = SiteRecord(shapes[index], planes, scales, wide, checks, bits)
-    sites = {part.shape.site: part for part in found if part is not None}
+def _read_sites(frame: Tensor, layout: Layout, start: int, label: str) -> SiteRuns:
+    """Views of every site."""
+    bits, table = layout.plan.scale_bits, layout.table
+    parts = tuple(layout.parts(frame, start, run) for run in table.runs)
+    sites = SiteRuns(table, parts, bits)
+    shapes = [table.shapes[run.sites[0]] for run in table.runs]
+    clean = all(clean_padding(p.scales, bits, s.width // s.block) for s, p in zip(shapes, parts, strict=True))
     for site, part in () if clean else sites.items():
         if not clean_padding(part.scales, bits, part.shape.width // part.shape.block):
             raise GuidanceCorrupt(f"{label} at site {site}: unused bits of its packed scales are not zero")

@@ -8,7 +8,7 @@ site asks for its :class:`~tracefp4.quantizers.guided.Outcome`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -187,7 +187,7 @@ class Record:
     """Tokens minus one: the last sampled token is never forwarded."""
     valid: Tensor
     """bool ``(rows,)``: the row was recorded."""
-    sites: dict[Site, SiteRecord]
+    sites: Mapping[Site, SiteRecord]
     routes: Tensor | None = None
     """uint8 or int16 ``(rows, moe_layers, top_k)``: expert ids of the rollout."""
 

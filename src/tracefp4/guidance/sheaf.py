@@ -8,6 +8,7 @@ the device in one copy, and a frame is cut out of it run by run, not site by sit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ class Sheaf:
     """bool ``(R,)``: the row was recorded; on the device of ``data``."""
     parts: tuple[Parts, ...]
     """Views of ``data``, one for each run of the table."""
+    arrival: torch.cuda.Event | None = None
+    """What a host must wait for before it reads ``data``; see :meth:`wait`."""
 
     @classmethod
     def new(cls, plan: Plan, table: SiteTable, valid: Tensor) -> Sheaf:
@@ -62,8 +65,28 @@ class Sheaf:
             target.checks[span].copy_(scale_checks(scales.flatten(2), self.valid))
 
     def cpu(self) -> Sheaf:
-        """The same sheaf on the host: one copy of the outcomes, one of what is valid."""
-        return self if self.data.device.type == "cpu" else Sheaf.of(self.layout, self.data.cpu(), self.valid.cpu())
+        """The same sheaf on the host: one copy of the outcomes, one of what is valid.
+
+        From a GPU the outcomes travel on a stream of their own, into pinned memory, while the engine goes on.
+        """
+        if self.data.device.type != "cuda":
+            return self if self.data.device.type == "cpu" else Sheaf.of(self.layout, self.data.cpu(), self.valid.cpu())
+        stream = _stream(self.data.device)
+        stream.wait_stream(torch.cuda.current_stream(self.data.device))
+        with torch.cuda.stream(stream):
+            data = torch.empty(self.data.shape, dtype=torch.uint8, pin_memory=True)
+            data.copy_(self.data, non_blocking=True)
+            arrival = stream.record_event()
+        self.data.record_stream(stream)
+        there = Sheaf.of(self.layout, data, self.valid.cpu())
+        there.arrival = arrival
+        return there
+
+    def wait(self) -> None:
+        """Return when ``data`` has arrived."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+            self.arrival = None
 
     def check_rows(self, start: int, rows: int) -> Tensor:
         """Validity ``(rows,)`` of a sequence.
@@ -77,3 +100,9 @@ class Sheaf:
                 f"sequences start at multiples of {CHUNK}"
             )
         return self.valid[start : start + rows]
+
+
+@lru_cache(maxsize=16)
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which sheaves leave a GPU."""
+    return torch.cuda.Stream(device)

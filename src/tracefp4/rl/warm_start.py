@@ -5,9 +5,9 @@ unless ``warm_start.spec`` says otherwise: a small model that was never trained 
 it, and RL in FP4 would then first have to repair what a large model never loses; a quantization-aware start leaves all
 arms near each other, and arms without FP4 start from the same weights.
 
-It is deterministic, and cached under a hash of everything that shapes it: model weights, task, settings, seed, and the
-micro-batches and kind of device, on which bfloat16 results depend in the last bits. The hash is recorded in the run, and
-runs with different hashes must not be paired.
+It is deterministic, and cached under a hash of everything that shapes it: model weights, task, settings, seed, and
+the micro-batches and kind of device, on which bfloat16 results depend in the last bits. The hash is recorded in the
+run, and runs with different hashes must not be paired.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ One step, which is everything that ever happens::
     scheduler.decode    every running sequence gets a slot for its newest token, is forwarded, and samples the next
     harvest             what ended gives its rows to the store, then its pages back
 
+Gathering a row costs little and beginning to gather much, so sequences that end within a few steps of each other are
+gathered together, unless somebody waits for their pages.
+
 It computes as a serving engine does: decode attends to one query a sequence over a paged pool of FP4 codes, prefill in
 chunks, experts with FP4 weights and activations. It shares no intermediate result with a trainer, so the numerical gap
 between the two is the real one.
@@ -47,6 +50,9 @@ from tracefp4.rollout.sites import EngineSites
 from tracefp4.rollout.state import StatePool
 from tracefp4.rollout.stepwise import StepwiseEngine
 from tracefp4.rollout.sync import WeightSync
+
+HOLD_STEPS = 16
+"""Steps after which a sequence that ended is gathered at the latest."""
 
 
 class EmbeddedEngine(StepwiseEngine):
@@ -142,6 +148,10 @@ class EmbeddedEngine(StepwiseEngine):
             cuda_graphs,
             compiled,
         )
+        self._ended: list[Sequence] = []
+        """Sequences that are done and whose rows were not gathered yet; they still own their pages."""
+        self._due_at = 0
+        """Step at which they are gathered at the latest."""
         self._harvester = Harvester(self.capture, self.pool, self.pages, self.plan, self.spec.hash, store, device)
         self._stats = EngineStats()
 
@@ -184,7 +194,7 @@ class EmbeddedEngine(StepwiseEngine):
     @property
     def busy(self) -> bool:
         """Whether requests are in flight."""
-        return self.scheduler.busy
+        return self.scheduler.busy or bool(self._ended)
 
     # -- Sampling
 
@@ -232,25 +242,25 @@ class EmbeddedEngine(StepwiseEngine):
 
     def _step(self) -> list[Rollout]:
         self._stats.steps += 1
+        # Whoever waits may need the pages of those that ended.
+        finished = self._collect() if self.scheduler.waiting or self.scheduler.resident else []
         chunks = self.scheduler.prefill()
         if chunks:
             self._runner.prefill(chunks)
             self._stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
         starts = self.scheduler.start()
-        finished: list[Rollout] = []
         if starts:
             self._runner.copy(starts)
             self._stats.shared_tokens += sum(len(s.prefix.tokens) for s in starts if not s.inherits)
-            finished += self._take([s.sequence for s in starts], self._runner.sample_first(starts))
+            self._take([s.sequence for s in starts], self._runner.sample_first(starts))
         running = self.scheduler.decode()
         if running:
             self._stats.decode_tokens += len(running)
-            finished += self._take(running, self._runner.decode(running))
-        return finished
+            self._take(running, self._runner.decode(running))
+        return finished + (self._collect() if self._due() else [])
 
-    def _take(self, sequences: Items[Sequence], sampled: Items[Sampled]) -> list[Rollout]:
-        """Append sampled tokens; harvest the sequences that end with them."""
-        ended = []
+    def _take(self, sequences: Items[Sequence], sampled: Items[Sampled]) -> None:
+        """Append sampled tokens, and let those sequences leave that end with them."""
         for sequence, new in zip(sequences, sampled, strict=True):
             if new.logprob != new.logprob:
                 raise NonFiniteError(
@@ -260,17 +270,36 @@ class EmbeddedEngine(StepwiseEngine):
             sequence.append(*new)
             sequence.finish = self._stops.reason(sequence)
             if sequence.finish is not None:
-                ended.append(sequence)
+                if not self._ended:
+                    self._due_at = self._stats.steps + HOLD_STEPS
+                self.scheduler.leave(sequence)
+                self._ended.append(sequence)
+
+    def _due(self) -> bool:
+        """Whether sequences that ended are to be gathered now, and not together with those that end next."""
+        scheduler = self.scheduler
+        return bool(self._ended) and (
+            self._stats.steps >= self._due_at
+            or bool(scheduler.waiting or scheduler.resident)
+            or self.pages.free < 2 * len(scheduler.running)
+            or not scheduler.running
+        )
+
+    def _collect(self) -> list[Rollout]:
+        """Gather what was recorded of the sequences that ended, and give their pages away."""
+        ended, self._ended = self._ended, []
         if not ended:
             return []
-        harvest = self._harvester.collect(ended, self.weight_version)
         rollouts = []
-        for sequence, found in zip(ended, harvest, strict=True):
-            self.scheduler.finish(sequence)
-            self._stats.finished += 1
-            self._stats.guidance_bytes += found.guidance.nbytes if found.guidance is not None else 0
-            self._stats.invalid_rows += found.invalid_rows
-            rollouts.append(self._rollout(sequence, found.routes, found.guidance))
+        try:
+            for sequence, found in zip(ended, self._harvester.collect(ended, self.weight_version), strict=True):
+                self._stats.finished += 1
+                self._stats.guidance_bytes += found.guidance.nbytes if found.guidance is not None else 0
+                self._stats.invalid_rows += found.invalid_rows
+                rollouts.append(self._rollout(sequence, found.routes, found.guidance))
+        finally:
+            for sequence in ended:
+                self.scheduler.finish(sequence)
         self._forget_ids()
         return rollouts
 
@@ -289,7 +318,9 @@ class EmbeddedEngine(StepwiseEngine):
         )
 
     def abort(self, request_id: str) -> list[Rollout]:
-        """Give up on a request: its unfinished samples with the tokens they had, without routes and guidance.
+        """Give up on a request: its samples that were not returned yet, with the tokens they had.
+
+        They carry neither routes nor guidance.
 
         Raises:
             EngineError: no such request is in flight.
@@ -297,6 +328,11 @@ class EmbeddedEngine(StepwiseEngine):
         if request_id not in self._active:
             raise EngineError(f"no request {request_id!r} is in flight ({len(self._active)} are)")
         dropped = self.scheduler.abort(request_id)
+        ended = [sequence for sequence in self._ended if sequence.request.id == request_id]
+        for sequence in ended:
+            self.scheduler.finish(sequence)
+        self._ended = [sequence for sequence in self._ended if sequence not in ended]
+        dropped = sorted(dropped + ended, key=lambda s: s.sample)
         self._stats.aborted += len(dropped)
         self._active.discard(request_id)
         return [self._rollout(sequence) for sequence in dropped]
@@ -309,6 +345,9 @@ class EmbeddedEngine(StepwiseEngine):
         self._active = self.scheduler.request_ids()
 
     def _drop_everything(self) -> None:
+        for sequence in self._ended:
+            self.scheduler.finish(sequence)
+        self._ended = []
         for request_id in self.scheduler.request_ids():
             self.scheduler.abort(request_id)
         self._active.clear()

@@ -124,15 +124,22 @@ class Scheduler:
                 ready.append(sequence)
         return ready
 
-    def finish(self, sequence: Sequence) -> None:
-        """Take back everything that a running sequence owns."""
+    def leave(self, sequence: Sequence) -> None:
+        """A running sequence ended. Its rows are still to be read, so it keeps its pages until :meth:`finish`."""
         self.running.remove(sequence)
+        if sequence.state_row is not None:
+            self.states.release(sequence.state_row)
+            sequence.state_row = None
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take back the pages of a sequence that left."""
         self._release(sequence)
 
     def abort(self, request_id: str) -> list[Sequence]:
         """Drop a request wherever it is; return its unfinished sequences, in order of samples."""
         dropped = [s for s in self.running if s.request.id == request_id]
         for sequence in dropped:
+            self.leave(sequence)
             self.finish(sequence)
         for queue in (self.resident, self.waiting):
             for prefix in [p for p in queue if p.members[0].request.id == request_id]:

@@ -1,11 +1,11 @@
 """The guidance of a micro-batch in one buffer, which goes to the device in one copy.
 
 A model of 48 layers has some two hundred sites with two to four tensors each. Moved one by one they cost as many
-allocations and copies as there are tensors, each small; together they are one. So the padded tensors of all sites get
-their places in one buffer first (an *arrangement*), are written there, and once the buffer is on the device they are
-views of it::
+allocations and copies as there are tensors, each small. So the padded tensors get their places in one buffer first (an
+*arrangement*), are written there run by run (:mod:`tracefp4.guidance.runs`), a dozen copies a sequence however many
+layers there are, and once the buffer is on the device the sites are views of it::
 
-    | planes of site 0, B * S rows | scales of site 0 | ... | planes of site 1 | ...      each from a multiple of 64
+    | planes of run 0: sites x B x S rows | scales of run 0 | ... | planes of run 1 | ...   each from a multiple of 64
 
 For a GPU the buffer lies in pinned memory, from which the copy runs while the host goes on.
 """
@@ -13,62 +13,42 @@ For a GPU the buffer lies in pinned memory, from which the copy runs while the h
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tracefp4.core import Site
+from tracefp4.errors import GuidanceMismatch
 from tracefp4.guidance.codec import chunks
-from tracefp4.guidance.layout import align
+from tracefp4.guidance.layout import Parts, align
 from tracefp4.guidance.record import Record, SiteRecord
+from tracefp4.guidance.runs import SiteRuns
 
-_FILL = {"planes": 0, "scales": 0, "global_scale": 1, "checks": 0}
+_FILL = Parts(planes=0, scales=0, global_scale=1, checks=0)  # type: ignore[arg-type]
 """What padding holds. Scale bytes of 0 round it to 0; a global scale of 0 would make that 0 times infinity."""
-
-_Pads = dict[tuple[str, tuple[int, ...]], Tensor]
-"""Padding by tensor's name and shape: sites of equal shape share it."""
-
-_Views = dict[torch.dtype, Tensor]
-"""The buffer as numbers of each dtype in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one tensor of a site stands."""
+    """Where one part of a run stands."""
 
-    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of the padded tensor: ``(B, entries a sequence, ...)``."""
+    """``(sites, B, entries a sequence, ...)``."""
     start: int
     """Byte in the buffer."""
 
-    def view(self, buffers: _Views) -> Tensor:
-        """The tensor as records hold it: rows of all sequences in one axis, checks with a row a sequence."""
-        shape = self.shape if self.name == "checks" else (self.shape[0] * self.shape[1], *self.shape[2:])
-        strides = [1]
-        for dim in shape[:0:-1]:
-            strides.append(strides[-1] * dim)
-        return buffers[self.dtype].as_strided(shape, strides[::-1], self.start // self.dtype.itemsize)
+    @property
+    def stop(self) -> int:
+        """First byte after it."""
+        return self.start + math.prod(self.shape) * self.dtype.itemsize
 
-    def fill(self, buffers: _Views, parts: Sequence[Tensor | None], rows: Sequence[int], pads: _Pads) -> None:
-        """Write the sequences' tensors, of ``rows`` rows each, and padding after each."""
-        pieces: list[Tensor] = []
-        for part, count in zip(parts, rows, strict=True):
-            missing = self.shape[1]
-            if part is not None:
-                pieces.append(part)
-                missing -= chunks(count) if self.name == "checks" else count
-            if missing:
-                shape = (missing, *self.shape[2:])
-                if (self.name, shape) not in pads:
-                    pads[self.name, shape] = torch.full(shape, _FILL[self.name], dtype=self.dtype)
-                pieces.append(pads[self.name, shape])
-        out = self.view(buffers)
-        torch.cat(pieces, out=out.flatten(0, 1) if self.name == "checks" else out)
+    def view(self, buffer: Tensor) -> Tensor:
+        """The part in a buffer."""
+        return buffer[self.start : self.stop].view(self.dtype).view(self.shape)
 
 
 def stack_sites(
@@ -85,39 +65,61 @@ def stack_sites(
     Returns:
         For each site of ``like`` a record of ``B * width`` rows, its checks ``(B, ceil(width / 16))``. Padding and
         sequences without guidance hold zeros, and global scales of 1.
+
+    Raises:
+        GuidanceMismatch: the records are of different sites.
     """
-    places, size = _arrange(like.sites, len(records), width)
+    first = SiteRuns.of(like.sites)
+    places, size = _arrange(first, len(records), width)
     buffer = _host_buffer(size, device)
-    views, pads = _views(buffer, places), _Pads()
-    rows = [0 if record is None else record.rows for record in records]
-    for site, group in places.items():
-        parts = [None if record is None else record.sites[site] for record in records]
-        for place in group:
-            place.fill(views, [None if p is None else getattr(p, place.name) for p in parts], rows, pads)
-    views = _views(buffer.to(device, non_blocking=True), places)
-    return {
-        site: replace(part, **{place.name: place.view(views) for place in places[site]})
-        for site, part in like.sites.items()
-    }
+    targets = [[None if place is None else place.view(buffer) for place in group] for group in places]
+    for b, record in enumerate(records):
+        runs = None if record is None else SiteRuns.of(record.sites)
+        if runs is not None and runs.table is not first.table:
+            raise GuidanceMismatch(f"sequence {b} of the micro-batch has guidance of other sites than another one")
+        for index, group in enumerate(targets):
+            parts = Parts(None, None, None, None) if runs is None else runs.parts[index]  # type: ignore[arg-type]
+            for target, part, fill in zip(group, parts, _FILL, strict=True):
+                if target is not None:
+                    _write(target[:, b], part, fill)
+    return _sites(first, places, buffer.to(device, non_blocking=True))
 
 
-def _arrange(sites: Mapping[Site, SiteRecord], batch: int, width: int) -> tuple[dict[Site, list[_Place]], int]:
-    """Places of all tensors, and the bytes of the buffer."""
-    places: dict[Site, list[_Place]] = {}
+def _write(target: Tensor, part: Tensor | None, fill: int) -> None:
+    """Write a sequence's part ``(sites, entries, ...)`` and padding after it."""
+    count = 0 if part is None else part.shape[1]
+    if part is not None:
+        target[:, :count].copy_(part)
+    if count < target.shape[1]:
+        target[:, count:].fill_(fill)
+
+
+def _sites(runs: SiteRuns, places: Sequence[Sequence[_Place | None]], buffer: Tensor) -> dict[Site, SiteRecord]:
+    """Sites as views of the buffer: rows of all sequences in one axis, checks with a row a sequence."""
+    parts = []
+    for group in places:
+        planes, scales, wide, checks = (None if place is None else place.view(buffer) for place in group)
+        flat = (None if part is None else part.flatten(1, 2) for part in (planes, scales, wide))
+        parts.append(Parts(*flat, checks))  # type: ignore[arg-type]
+    return dict(SiteRuns(runs.table, tuple(parts), runs.scale_bits))
+
+
+def _arrange(runs: SiteRuns, batch: int, width: int) -> tuple[list[list[_Place | None]], int]:
+    """Places of the parts of each run, and the bytes of the buffer."""
+    places: list[list[_Place | None]] = []
     end = 0
-    for site, part in sites.items():
-        places[site] = []
-        for name in _FILL:
-            tensor: Tensor | None = getattr(part, name)
-            if tensor is not None:
-                shape = (batch, chunks(width) if name == "checks" else width, *tensor.shape[1:])
-                places[site].append(_Place(name, tensor.dtype, shape, end))
-                end = align(end + math.prod(shape) * tensor.dtype.itemsize)
+    for parts in runs.parts:
+        group: list[_Place | None] = []
+        for name, part in zip(Parts._fields, parts, strict=True):
+            if part is None:
+                group.append(None)
+                continue
+            entries = chunks(width) if name == "checks" else width
+            place = _Place(part.dtype, (part.shape[0], batch, entries, *part.shape[2:]), end)
+            group.append(place)
+            end = align(place.stop)
+        places.append(group)
     return places, end
-
-
-def _views(buffer: Tensor, places: Mapping[Site, list[_Place]]) -> _Views:
-    return {dtype: buffer.view(dtype) for dtype in {place.dtype for group in places.values() for place in group}}
 
 
 def _host_buffer(size: int, device: torch.device) -> Tensor:

@@ -1,0 +1,75 @@
+"""The sites of a record, kept as few tensors.
+
+A model of 30 layers has 120 sites with up to four tensors each, but only four shapes. A frame holds equal sites at
+equal distances, so a decoded record is a dozen strided tensors, one for each part of each
+:class:`~tracefp4.guidance.layout.Run`. What handles whole records, such as the staging of a micro-batch, works on
+these; what asks for a site gets views of them, made when it asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tracefp4.core import Site
+from tracefp4.guidance.layout import Parts, SiteTable, table_of
+from tracefp4.guidance.record import SiteRecord
+
+
+class SiteRuns(Mapping[Site, SiteRecord]):
+    """Records of sites by site, in the order of a frame.
+
+    Args:
+        table: which sites, and how they repeat.
+        parts: the tensors of each run of the table.
+        scale_bits: bits of each block scale: 8, 3 or 2.
+    """
+
+    def __init__(self, table: SiteTable, parts: tuple[Parts, ...], scale_bits: int) -> None:
+        self.table, self.parts, self.scale_bits = table, parts, scale_bits
+        self._made: dict[Site, SiteRecord] | None = None
+
+    @classmethod
+    def of(cls, sites: Mapping[Site, SiteRecord]) -> SiteRuns:
+        """The same records as runs; a copy unless they are runs already. All have equal rows and bits."""
+        if isinstance(sites, SiteRuns):
+            return sites
+        table = table_of([record.shape for record in sites.values()])
+        parts = []
+        for run in table.runs:
+            members = [sites[shape.site] for shape in table.of(run)]
+            parts.append(Parts(*(_stack([getattr(m, name) for m in members]) for name in Parts._fields)))
+        bits = next(iter(sites.values())).scale_bits if sites else 8
+        return cls(table, tuple(parts), bits)
+
+    def __getitem__(self, site: Site) -> SiteRecord:
+        """The record of a site; raises :class:`KeyError` for one that was not recorded."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made[site]
+
+    def __iter__(self) -> Iterator[Site]:
+        """Sites in the order of a frame."""
+        return (shape.site for shape in self.table.shapes)
+
+    def __len__(self) -> int:
+        """Number of sites."""
+        return len(self.table.shapes)
+
+    def _make(self) -> dict[Site, SiteRecord]:
+        found: dict[Site, SiteRecord] = {}
+        for run, parts in zip(self.table.runs, self.parts, strict=True):
+            each = [[None] * len(run.sites) if part is None else part.unbind(0) for part in parts]
+            for shape, planes, scales, wide, checks in zip(self.table.of(run), *each, strict=True):
+                found[shape.site] = SiteRecord(
+                    shape, cast(Tensor, planes), cast(Tensor, scales), wide, checks, self.scale_bits
+                )
+        return {shape.site: found[shape.site] for shape in self.table.shapes}
+
+
+def _stack(tensors: list[Tensor | None]) -> Tensor | None:
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(present) if present else None
