@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tracefp4.cli import jobs, main
-from tracefp4.cli.jobs import Job, Step, run_job
+from tracefp4.cli.jobs import Job, Step, run_job, run_jobs
 from tracefp4.report.results import load
 
 FAKE = """
@@ -66,6 +66,27 @@ def test_runs_tables_and_page(fake: Path, config: Path, capsys: pytest.CaptureFi
     command = found.runs["qat"][1].command
     assert command.startswith(f"tracefp4 train {config} --set method=qat --set seed=1 --set output_dir=")
     assert not list((fake / "c").rglob("checkpoints")), "weights of finished runs are removed"
+
+
+def test_runs_side_by_side_are_dealt_out_to_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits until all have begun, so one after the other they would never end."""
+    script = tmp_path / "wait.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "(here / sys.argv[1]).write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "limit = time.monotonic() + 20\n"
+        "while len(list(here.glob('run-*'))) < 4 and time.monotonic() < limit:\n"
+        "    time.sleep(0.01)\n"
+        "sys.exit(len(list(here.glob('run-*'))) < 4)\n"
+    )
+    real = jobs.subprocess.Popen
+    monkeypatch.setattr(
+        jobs.subprocess, "Popen", lambda words, **options: real([sys.executable, str(script), words[3]], **options)
+    )
+    made = [Job("arm", i, tmp_path / f"folder-{i}", [f"run-{i}"]) for i in range(4)]
+    assert run_jobs(made, lambda text: None, 4, ["2", "5"]) == []
+    assert sorted(path.read_text() for path in tmp_path.glob("run-*")) == ["2", "2", "5", "5"]
 
 
 def test_a_run_that_dies_loses_nothing_but_itself(fake: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:

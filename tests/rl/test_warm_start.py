@@ -58,7 +58,7 @@ def test_the_second_call_loads_and_trains_nothing(tmp_path: Path, monkeypatch: p
     model = tiny_model("qwen3_moe")
     first, second = copy.deepcopy(model), copy.deepcopy(model)
     name = _start(first, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.safetensors"]
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == [f"{name}.safetensors"]
 
     def never(*_: Any) -> None:
         raise AssertionError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tracefp4.cli.console import JsonOption, emit, stderr_console
-from tracefp4.cli.jobs import Job, Step, run_job
+from tracefp4.cli.jobs import Job, Step, run_jobs
 from tracefp4.errors import ConfigError
 from tracefp4.report.arms import PLANS, POSTHOC, REFERENCE, Arm, Base, arms_of, parse_arm
 from tracefp4.report.results import Results, collect, run_folder
@@ -39,14 +40,17 @@ def run(
     ] = None,
     no_run: Annotated[bool, typer.Option("--no-run", help="Run nothing; show what is there.")] = False,
     no_probe: Annotated[bool, typer.Option("--no-probe", help="Leave out the data of figures 6 and 10.")] = False,
+    parallel: Annotated[
+        int, typer.Option(min=1, help="Runs at a time; they are dealt out to the GPUs, which must have room for them.")
+    ] = 1,
     keep_weights: Annotated[bool, typer.Option(help="Keep the checkpoints of finished runs.")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder. Default: the config's output_dir with '-compare'.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run methods by seeds of one configuration, evaluate them, and write tables, figures and a page.
 
-    Called again, it goes on with what is not finished: a run that died loses nothing but itself. Runs may be made on
-    several machines (--only) and their folders copied together (--no-run).
+    Called again, it goes on with what is not finished: a run that died loses nothing but itself. Runs may go on side by
+    side (--parallel), or on several machines (--only) with their folders copied together (--no-run).
     """
     from tracefp4 import config as settings
 
@@ -67,7 +71,8 @@ def run(
     failed: list[str] = []
     if not no_run:
         jobs = _jobs(_Shared(config, shared, tree, target, keep_weights), arms, numbers, names, not no_probe)
-        failed = [job.name for job in _chosen(jobs, only or []) if not run_job(job, note)]
+        chosen = _chosen(jobs, only or [])
+        failed = [job.name for job in run_jobs(chosen, note, parallel, _devices(tree.device) if parallel > 1 else [])]
     results = collect(
         target, arms, numbers, names, {n: [a.name for a in group] for n, group in members.items()}, _task(tree)
     )
@@ -204,6 +209,16 @@ def _chosen(jobs: Sequence[Job], only: Sequence[str]) -> list[Job]:
         if name not in known:
             raise ConfigError(f"--only {name!r} names no arm of this comparison (arms: {', '.join(_arms(jobs))})")
     return [job for job in jobs if job.arm in only or f"{job.arm}/{job.seed}" in only]
+
+
+def _devices(name: str) -> list[str]:
+    """GPUs that runs side by side are dealt out to; none where the configuration names one, or the CPU."""
+    import torch
+
+    if name not in ("auto", "cuda"):
+        return []
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    return visible or [str(i) for i in range(torch.cuda.device_count())]
 
 
 def _arms(jobs: Sequence[Job]) -> list[str]:

@@ -8,12 +8,15 @@ finished is never repeated. Commands are those that a user would type, so any ru
 from __future__ import annotations
 
 import json
+import os
+import queue
 import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,14 +75,43 @@ class Job:
             return {}
 
 
-def run_job(job: Job, note: Callable[[str], None]) -> bool:
-    """Run what is not done yet; returns whether everything is done now."""
+def run_jobs(jobs: Sequence[Job], note: Callable[[str], None], side_by_side: int, devices: Sequence[str]) -> list[Job]:
+    """Run what is not done yet; returns the jobs that failed.
+
+    Args:
+        jobs: in the order in which they start.
+        note: told what begins and ends.
+        side_by_side: runs at a time.
+        devices: values of ``CUDA_VISIBLE_DEVICES`` that runs are dealt out to; empty to leave it alone.
+    """
+    slots: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for slot in range(side_by_side):
+        slots.put(devices[slot % len(devices)] if devices else None)
+
+    def run(job: Job) -> bool:
+        slot = slots.get()
+        try:
+            return run_job(job, note, slot)
+        finally:
+            slots.put(slot)
+
+    with ThreadPoolExecutor(side_by_side) as pool:
+        try:
+            done = list(pool.map(run, jobs))
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [job for job, ok in zip(jobs, done, strict=True) if not ok]
+
+
+def run_job(job: Job, note: Callable[[str], None], device: str | None = None) -> bool:
+    """Run what is not done yet, on a device of its own if one is named; returns whether everything is done now."""
     job.folder.mkdir(parents=True, exist_ok=True)
     state = job.state()
     if state.get("status") != "done":
         note(f"{job.name}: training")
         start = time.monotonic()
-        code, out = _run(job.words, job.folder / "log.txt", "tracefp4.cli.main", ["--json"])
+        code, out = _run(job.words, job.folder / "log.txt", "tracefp4.cli.main", ["--json"], device)
         fault = _fault(code, out, job.folder / "log.txt")
         seconds = round(time.monotonic() - start, 1)
         state = {"arm": job.arm, "seed": job.seed, "command": job.command, "seconds": seconds, "exit_code": code}
@@ -92,16 +124,16 @@ def run_job(job: Job, note: Callable[[str], None]) -> bool:
     for step in job.after():
         if not step.produces.is_file():
             note(f"{job.name}: {step.name}")
-            ok = _follow(step, job, note) and ok
+            ok = _follow(step, job, note, device) and ok
     if ok and not job.keep_weights:
         shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
     return ok
 
 
-def _follow(step: Step, job: Job, note: Callable[[str], None]) -> bool:
+def _follow(step: Step, job: Job, note: Callable[[str], None], device: str | None) -> bool:
     step.produces.parent.mkdir(parents=True, exist_ok=True)
     log = job.folder / f"log-{step.produces.stem}.txt"
-    code, out = _run(step.words, log, step.module, ["--json"] if step.capture else [])
+    code, out = _run(step.words, log, step.module, ["--json"] if step.capture else [], device)
     if code == 0 and step.capture:
         step.produces.write_text(out, encoding="utf-8")
     if code != 0 or not step.produces.is_file():
@@ -110,11 +142,16 @@ def _follow(step: Step, job: Job, note: Callable[[str], None]) -> bool:
     return True
 
 
-def _run(words: list[str], log: Path, module: str, more: list[str]) -> tuple[int, str]:
+def _run(words: list[str], log: Path, module: str, more: list[str], device: str | None) -> tuple[int, str]:
     """Exit code and standard output; standard error goes to the log."""
+    environment = os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device})
     with log.open("a", encoding="utf-8") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *words, *more], stdout=subprocess.PIPE, stderr=stream, text=True
+            [sys.executable, "-m", module, *words, *more],
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            text=True,
+            env=environment,
         )
         try:
             out = process.communicate()[0]

@@ -41,7 +41,9 @@ class SiteRuns(Mapping[Site, SiteRecord]):
         parts = []
         for run in table.runs:
             members = [sites[shape.site] for shape in table.of(run)]
-            parts.append(Parts(*(_stack([getattr(m, name) for m in members]) for name in Parts._fields)))
+            planes, scales = (torch.stack([getattr(m, name) for m in members]) for name in ("planes", "scales"))
+            wide, checks = (_stack([getattr(m, name) for m in members]) for name in ("global_scale", "checks"))
+            parts.append(Parts(planes, scales, wide, checks))
         bits = next(iter(sites.values())).scale_bits if sites else 8
         return cls(table, tuple(parts), bits)
 

@@ -31,7 +31,7 @@ class Sheaf:
     """bool ``(R,)``: the row was recorded; on the device of ``data``."""
     parts: tuple[Parts, ...]
     """Views of ``data``, one for each run of the table."""
-    arrival: torch.cuda.Event | None = None
+    arrival: torch.Event | None = None
     """What a host must wait for before it reads ``data``; see :meth:`wait`."""
 
     @classmethod

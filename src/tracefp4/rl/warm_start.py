@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -79,16 +80,16 @@ def warm_start(
     if config.steps == 0:
         return name
     file = cache / f"{name}.safetensors"
-    if file.is_file():
-        restore(model, load_file(file), f"warm start {file}")
-        return name
-    _fine_tune(model, config, spec, pairs, micro_tokens, progress)
     cache.mkdir(parents=True, exist_ok=True)
-    # Several runs of a comparison may make the same start at once; each writes its own file, and equal ones replace
-    # each other.
-    temporary = file.with_suffix(f".writing-{os.getpid()}")
-    save_file({n: p.detach().contiguous().cpu() for n, p in model.named_parameters()}, temporary)
-    temporary.rename(file)
+    # Runs of a comparison that go on side by side begin from one start: the first makes it, the others wait for it.
+    with FileLock(cache / f"{name}.lock"):
+        if file.is_file():
+            restore(model, load_file(file), f"warm start {file}")
+            return name
+        _fine_tune(model, config, spec, pairs, micro_tokens, progress)
+        temporary = file.with_suffix(f".writing-{os.getpid()}")
+        save_file({n: p.detach().contiguous().cpu() for n, p in model.named_parameters()}, temporary)
+        temporary.rename(file)
     return name
 
 

@@ -39,13 +39,16 @@ class MasterAdamW:
         self.steps = 0
         self.masters = {name: _master(p) for name, p in self.params.items()}
         self._mesh = next((p.device_mesh for p in self.params.values() if isinstance(p, DTensor)), None)
+        # One pass without temporaries, which otherwise take the size of the masters once or twice more.
+        self._fused = all(master.is_cuda for master in self.masters.values())
         self._adam = torch.optim.AdamW(
             list(self.masters.values()),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             weight_decay=config.weight_decay,
-            foreach=True,
+            foreach=not self._fused,
+            fused=self._fused,
         )
 
     def collect(self) -> None:
@@ -158,7 +161,7 @@ class MasterAdamW:
                 self._adam.state[master] = {
                     "exp_avg": part_of(state[f"exp_avg.{name}"].to(master.device), p).clone(),
                     "exp_avg_sq": part_of(state[f"exp_avg_sq.{name}"].to(master.device), p).clone(),
-                    "step": state[f"step.{name}"].cpu(),
+                    "step": state[f"step.{name}"].to(master.device if self._fused else "cpu"),
                 }
         self.steps = steps
         self._round()

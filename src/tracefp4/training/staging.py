@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -27,8 +28,9 @@ from tracefp4.guidance.layout import Parts, align
 from tracefp4.guidance.record import Record, SiteRecord
 from tracefp4.guidance.runs import SiteRuns
 
-_FILL = Parts(planes=0, scales=0, global_scale=1, checks=0)  # type: ignore[arg-type]
-"""What padding holds. Scale bytes of 0 round it to 0; a global scale of 0 would make that 0 times infinity."""
+_FILL = (0, 0, 1, 0)
+"""What padding holds of planes, scales, global scales and checks. Scale bytes of 0 round it to 0; a global scale of 0
+would make that 0 times infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def stack_sites(
         if runs is not None and runs.table is not first.table:
             raise GuidanceMismatch(f"sequence {b} of the micro-batch has guidance of other sites than another one")
         for index, group in enumerate(targets):
-            parts = Parts(None, None, None, None) if runs is None else runs.parts[index]  # type: ignore[arg-type]
+            parts = (None,) * len(_FILL) if runs is None else runs.parts[index]
             for target, part, fill in zip(group, parts, _FILL, strict=True):
                 if target is not None:
                     _write(target[:, b], part, fill)
@@ -98,9 +100,9 @@ def _sites(runs: SiteRuns, places: Sequence[Sequence[_Place | None]], buffer: Te
     """Sites as views of the buffer: rows of all sequences in one axis, checks with a row a sequence."""
     parts = []
     for group in places:
-        planes, scales, wide, checks = (None if place is None else place.view(buffer) for place in group)
-        flat = (None if part is None else part.flatten(1, 2) for part in (planes, scales, wide))
-        parts.append(Parts(*flat, checks))  # type: ignore[arg-type]
+        *rows, checks = [None if place is None else place.view(buffer) for place in group]
+        planes, scales, wide = (cast(Tensor, None if part is None else part.flatten(1, 2)) for part in rows)
+        parts.append(Parts(planes, scales, wide, checks))
     return dict(SiteRuns(runs.table, tuple(parts), runs.scale_bits))
 
 
