@@ -21,6 +21,16 @@ def test_every_word_is_used():
     assert torch.equal(words.to_words(words.from_words(every)), every)
 
 
+def test_packed_codes_become_the_words_of_their_codes_and_again_packed():
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(4, 16, -1)
+    packed = e2m1.pack(words.from_words(every))
+    assert torch.equal(words.of_packed(packed), every) and torch.equal(words.to_packed(every), packed)
+    rows = torch.randint(0, 256, (3, 5, 96), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    made = words.of_packed(rows[:, ::2])
+    assert torch.equal(made, words.to_words(e2m1.unpack(rows[:, ::2]))) and made.dtype == torch.int16
+    assert torch.equal(words.to_packed(made.transpose(0, 1)), rows[:, ::2].transpose(0, 1))
+
+
 def test_a_masked_word_is_a_bfloat16():
     codes = torch.arange(16, dtype=torch.uint8)
     first = words.to_words(codes.repeat(4)).to(torch.int32) & 0x81C0
@@ -41,8 +51,12 @@ def test_scales_are_recoded_one_to_one():
 def test_lifted_scales_need_one_multiplication():
     data = torch.tensor([0, 3, 90, 120, 121, 80], dtype=torch.uint8)
     used = torch.tensor([False, False, True, True, True, True])
-    lifted, factor, exact = words.lift(data, used)
-    assert exact
+    # The second matrix has smaller scales: each is lifted by itself.
+    both = words.lift(torch.stack([data, data.clamp(max=100)]).view(2, 2, 3), torch.stack([used, used]).view(2, 2, 3))
+    assert all(part.shape[0] == 2 for part in both) and both[0].shape == (2, 2, 3) and both[2].all()
+    alone = words.lift(data.clamp(max=100)[None], used[None])
+    assert torch.equal(both[0][1].flatten(), alone[0][0]) and both[1][1] == alone[1][0] != both[1][0]
+    lifted, factor = both[0][0].flatten(), both[1][0]
     pattern = (lifted.to(torch.int32) << 7).to(torch.int16).view(torch.bfloat16)
     assert pattern.isfinite().all()
     raw = (torch.arange(8) << 6).to(torch.int16).view(torch.bfloat16)  # codes 0..7 times 2^-126
@@ -53,11 +67,13 @@ def test_lifted_scales_need_one_multiplication():
 
 @pytest.mark.parametrize("data", [[255, 100], [230, 90]])
 def test_scales_that_cannot_be_lifted(data):
-    data = torch.tensor(data, dtype=torch.uint8)
-    assert not words.lift(data, torch.tensor([True, True]))[2]
-    assert words.lift(data, torch.tensor([False, True]))[2]  # a block of zeros may have any scale
+    data = torch.tensor([data, data], dtype=torch.uint8)
+    used = torch.tensor([[True, True], [False, True]])  # a block of zeros may have any scale
+    assert words.lift(data, used)[2].tolist() == [False, True]
 
 
 def test_refuses_what_does_not_fit():
     with pytest.raises(FormatError, match="multiple of 64"):
         words.to_words(torch.zeros(2, 32, dtype=torch.uint8))
+    with pytest.raises(FormatError, match="multiple of 64"):
+        words.of_packed(torch.zeros(2, 48, dtype=torch.uint8))

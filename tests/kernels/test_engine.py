@@ -70,7 +70,8 @@ def test_engine_with_and_without_kernels(name, device, monkeypatch):
 def plain_rounding(device, monkeypatch):
     """Weights rounded by the plain code where kernels are interpreted: the same bytes, in less time."""
     if device.type == "cpu":
-        monkeypatch.setattr("tracefp4.formats.blocks.has_kernel", lambda *_: False)
+        for module in ("blocks", "packed"):
+            monkeypatch.setattr(f"tracefp4.formats.{module}.has_kernel", lambda *_: False)
 
 
 @pytest.mark.parametrize("name", ["nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tracefp4.errors import FormatError
+from tracefp4.formats import e2m1, words
 from tracefp4.formats.blocks import quantize
 from tracefp4.formats.spec import get_spec
 from tracefp4.models.kernel_weights import arrange, packed_again, set_aside
@@ -131,12 +132,22 @@ def test_weighted_sum(device, same):
     assert same(found, (expected[:, 0] + expected[:, 1]).bfloat16())
 
 
+@pytest.mark.parametrize("group", [1, 2 * 40 * 128, 1 << 24])
 @pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4"])
-def test_arranged_weights_give_their_packed_bytes_back(spec, same):
+def test_arranged_weights_give_their_packed_bytes_back(spec, group, same, monkeypatch):
+    """However many experts are taken at a time, and into memory that held other weights."""
+    monkeypatch.setattr("tracefp4.models.kernel_weights._GROUP", group)
     numerics = get_spec(spec).weights
     weight = torch.randn(3, 40, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
     weight[1, 3], weight[2, :, :64] = 0.0, 0.0
     packed = pack_weight(weight, numerics)
-    again = packed_again(arrange(packed), set_aside(packed), numerics)
-    for found, expected in zip(again.parts(), packed.parts(), strict=True):
-        assert same(found, expected)
+    into = arrange(pack_weight(weight.flip(0), numerics))
+    held = [into.values.data_ptr(), into.scales.data_ptr()]
+    for arranged in (arrange(packed), arrange(packed, into)):
+        again = packed_again(arranged, set_aside(packed), numerics)
+        for found, expected in zip(again.parts(), packed.parts(), strict=True):
+            assert same(found, expected)
+        for expert in range(3):
+            rows = words.to_words(e2m1.unpack(packed.codes[expert]))
+            assert torch.equal(arranged.values[expert], rows.view(40, -1, 16).transpose(0, 1))
+    assert held == [into.values.data_ptr(), into.scales.data_ptr()]

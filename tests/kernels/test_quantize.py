@@ -82,6 +82,23 @@ def test_given_global_scales(device, make_values, same):
     check(found, expected, same)
 
 
+@pytest.mark.parametrize("name", [name for name in FP4 if get_numerics(name).scope != "none"])
+@pytest.mark.parametrize("kind", ["normal", "wide", "edges"])
+def test_global_scales_of_many_rows(name, kind, device, make_values, same, monkeypatch):
+    """Joined and by rows, contiguous and strided; a NaN and an infinity among them."""
+    from tracefp4.kernels import quantize as kernel
+
+    n = replace(get_numerics(name), scope="tensor")
+    x = make_values(12, 2112, kind, 5)
+    for limit in (kernel.GRID_LIMIT, 0):
+        monkeypatch.setattr(kernel, "GRID_LIMIT", limit)
+        for part in (x.view(3, 4, 2112), x.view(3, 4, 2112)[:, 1:, 16:208], x.view(4, 3, 2112).transpose(0, 1)):
+            for per, groups in ((0, 1), (1, 3)):
+                expected = blocks.global_scale(part, n, per=per)
+                found = kernel.global_scales(part.to(device), rules(n), groups)
+                assert same(found, expected.reshape(-1))
+
+
 def test_strided_rows(device, make_values, same):
     from tracefp4.kernels.quantize import quantize
 

@@ -10,9 +10,11 @@ import torch
 from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.formats import blocks
 from tracefp4.formats.numerics import get_numerics
+from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.codec import pack_bits, unpack_bits
 from tracefp4.guidance.record import SiteRecord
 from tracefp4.guidance.rounding import round_gated, round_nearest, round_recorded
+from tracefp4.models.packing import pack_weight
 from tracefp4.quantizers.guided import quantize_guided
 
 
@@ -43,6 +45,20 @@ def test_weights(device, make_values, same, monkeypatch):
     monkeypatch.setenv("TRACEFP4_KERNELS", "reference")
     expected = blocks.quantize_weight(w, n)
     assert same(found.codes, expected.codes) and same(found.global_scale, expected.global_scale)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-pow2", "nvfp4-modelopt", "mxfp4-ceil"])
+@pytest.mark.parametrize("kind", ["wide", "edges"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_packed_weights(name, kind, transposed, device, make_values, same, monkeypatch):
+    """Two codes a byte straight from the values are the plain code's, with its scales, expert by expert."""
+    numerics = get_spec("mxfp4-w4a4-kv4" if name.startswith("mx") else "nvfp4-w4a4", name).weights
+    w = make_values(32 * 3, 96, kind, 4).view(3, 32, 96)
+    found = pack_weight(w.to(device), numerics, transposed=transposed)
+    monkeypatch.setenv("TRACEFP4_KERNELS", "reference")
+    expected = pack_weight(w, numerics, transposed=transposed)
+    for one, other in zip(found.parts(), expected.parts(), strict=True):
+        assert same(one, other)
 
 
 @pytest.mark.parametrize("scale_bits", [8, 3])

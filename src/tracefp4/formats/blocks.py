@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tracefp4.errors import FormatError
 from tracefp4.formats import e2m1, e4m3, e8m0
-from tracefp4.formats.fused import has_kernel, rules
+from tracefp4.formats.fused import has_kernel, quantize_by_kernel
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.tables import lookup, on_device
 
@@ -99,26 +99,13 @@ def quantize(x: Tensor, numerics: Numerics, global_scale: Tensor | None = None, 
         FormatError: wrong dtype, or ``D`` is no multiple of the block size.
     """
     if has_kernel(x, numerics) and (numerics.scope != "tensor" or x.numel()):
-        return _quantize_by_kernel(x.detach(), numerics, global_scale, per)
+        return Quantized(*quantize_by_kernel(x.detach(), numerics, global_scale, per), numerics)
     amax = block_amax(x, numerics)
     if global_scale is None:
         global_scale = _global_from_amax(amax, numerics, per)
     scales = _scales_from_amax(amax, global_scale, numerics)
     codes = encode(normalize(x, scales, global_scale, numerics), numerics)
     return Quantized(clear_zero_blocks(codes, scales, numerics), scales, global_scale, numerics)
-
-
-def _quantize_by_kernel(x: Tensor, numerics: Numerics, global_scale: Tensor | None, per: int) -> Quantized:
-    """The same in one pass, or two where many rows share a global scale."""
-    from tracefp4.kernels.quantize import quantize as fused
-
-    if global_scale is None and numerics.scope == "tensor":
-        global_scale = _global_from_amax(block_amax(x, numerics), numerics, per)
-    given = None if global_scale is None else global_scale.contiguous()
-    out = fused(x, rules(numerics), given, codes=True)
-    if out.codes is None:
-        raise FormatError(f"The kernel of {numerics.name!r} wrote no codes.")
-    return Quantized(out.codes, out.scales, out.global_scale if global_scale is None else global_scale, numerics)
 
 
 def quantize_weight(w: Tensor, numerics: Numerics) -> Quantized:

@@ -6,10 +6,12 @@ only: MXFP8 keeps the plain code, which is also the reference that every kernel 
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 from torch import Tensor
 
+from tracefp4.errors import FormatError
 from tracefp4.formats import e4m3, e8m0
 from tracefp4.formats.numerics import Numerics
 from tracefp4.kernels.rules import Rules
@@ -50,3 +52,36 @@ def has_kernel(x: Tensor, numerics: Numerics, gated: bool = False) -> bool:
     from tracefp4.kernels.quantize import fits
 
     return fits(x, rules(numerics), gated)
+
+
+def quantize_by_kernel(
+    x: Tensor, numerics: Numerics, global_scale: Tensor | None = None, per: int = 0, *, packed: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What :func:`tracefp4.formats.blocks.quantize` computes, in one pass, or two where many rows share a global scale.
+
+    Args:
+        x: a tensor that :func:`has_kernel` admits, with values.
+        numerics: every arithmetic choice.
+        global_scale: use this one (primary form).
+        per: for scope ``tensor``, how many leading axes have a global scale each.
+        packed: return codes two a byte.
+
+    Returns:
+        ``(codes, scales, global scale)``: uint8 ``(..., D)``, or ``(..., D / 2)`` if packed; uint8 ``(..., D / B)``; as
+        in :class:`tracefp4.formats.blocks.Quantized`.
+
+    Raises:
+        FormatError: the kernel wrote no codes.
+    """
+    from tracefp4.kernels.quantize import global_scales, quantize
+
+    made = rules(numerics)
+    if global_scale is None and numerics.scope == "tensor":
+        shape = (*x.shape[:per], *(1 for _ in x.shape[per:])) if per else ()
+        global_scale = global_scales(x, made, math.prod(x.shape[:per])).view(shape)
+    given = None if global_scale is None else global_scale.contiguous()
+    out = quantize(x, made, given, codes=not packed, packed=packed)
+    codes = out.packed if packed else out.codes
+    if codes is None:
+        raise FormatError(f"The kernel of {numerics.name!r} wrote no codes.")
+    return codes, out.scales, out.global_scale if global_scale is None else global_scale

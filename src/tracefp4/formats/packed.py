@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tracefp4.errors import FormatError
 from tracefp4.formats import e2m1
-from tracefp4.formats.blocks import Quantized, decode_scales
-from tracefp4.formats.fused import rules
+from tracefp4.formats.blocks import Quantized, decode_scales, quantize
+from tracefp4.formats.fused import has_kernel, quantize_by_kernel, rules
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.tables import on_device
 from tracefp4.kernels.runtime import usable
@@ -66,6 +66,27 @@ class Packed:
         values = pairs.view(*self.scales.shape, self.numerics.block)
         values = values.mul_(decode_scales(self.scales, self.numerics, exact).unsqueeze(-1)).flatten(-2)
         return values if factor is None else values.mul_(factor).to(dtype)
+
+
+def quantize_packed(x: Tensor, numerics: Numerics, *, per: int = 0) -> tuple[Packed, Tensor | None]:
+    """Round to nearest as :func:`tracefp4.formats.blocks.quantize` does, and pack; a kernel never writes whole codes.
+
+    Args:
+        x: ``(..., D)`` bfloat16, float16 or float32.
+        numerics: every arithmetic choice.
+        per: for scope ``tensor``, how many leading axes have a global scale each.
+
+    Returns:
+        Codes and block scales, and the global scale in primary form.
+
+    Raises:
+        FormatError: elements of more than four bits, wrong dtype, or ``D`` is no multiple of the block size.
+    """
+    if has_kernel(x, numerics):
+        codes, scales, global_scale = quantize_by_kernel(x.detach(), numerics, per=per, packed=True)
+        return Packed(codes, scales, numerics), global_scale
+    q = quantize(x, numerics, per=per)
+    return Packed.of(q), q.global_scale
 
 
 def pair_table(dtype: torch.dtype) -> Tensor:

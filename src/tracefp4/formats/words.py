@@ -75,6 +75,42 @@ def from_words(words: Tensor) -> Tensor:
     return torch.stack(parts, dim=-2).to(torch.uint8).flatten(-3)
 
 
+def of_packed(packed: Tensor) -> Tensor:
+    """Words of codes that are packed two a byte: ``to_words(e2m1.unpack(packed))`` in four passes.
+
+    Bytes ``k``, ``8 + k``, ``16 + k`` and ``24 + k`` of a chunk hold all codes of words ``2 k`` and ``2 k + 1``. Each
+    byte is looked up as its share of the two words; shares have no bit in common, so their sum is the words.
+
+    Args:
+        packed: uint8 ``(..., D / 2)``, ``D`` a multiple of 64.
+
+    Returns:
+        int16 ``(..., D / 4)``.
+
+    Raises:
+        FormatError: wrong dtype or ``D``.
+    """
+    if packed.dtype != torch.uint8 or packed.ndim == 0 or packed.shape[-1] % (CHUNK // 2):
+        raise FormatError(
+            f"words take packed uint8 codes (..., D / 2) with D a multiple of {CHUNK}, got {packed.dtype} "
+            f"{tuple(packed.shape)}."
+        )
+    share = packed.unflatten(-1, (-1, 4, 8)).to(torch.int32).add_(on_device(group_offsets, packed.device))
+    pairs = lookup(on_device(share_table, packed.device), share).sum(-2, dtype=torch.int32)
+    return pairs.view(torch.int16).flatten(-2)
+
+
+def to_packed(words: Tensor) -> Tensor:
+    """Inverse of :func:`of_packed`: int16 ``(..., D / 4)`` to uint8 ``(..., D / 2)``, ``e2m1.pack(from_words(words))``.
+
+    A word is looked up as its four codes, one in each byte of an int32; a shift joins those of two words.
+    """
+    index = words.unflatten(-1, (-1, 16)).to(torch.int32).bitwise_and_(0xFFFF)
+    codes = lookup(on_device(code_table, words.device), index)
+    pairs = codes[..., 1::2].bitwise_left_shift(4).bitwise_or_(codes[..., 0::2])
+    return pairs.unsqueeze(-1).view(torch.uint8).transpose(-1, -2).flatten(-3)
+
+
 def recode(scales: Tensor) -> Tensor:
     """E4M3 bytes ``0..127`` as E5M3 bytes, one to one, uint8."""
     return lookup(on_device(recode_table, scales.device), scales.to(torch.int32))
@@ -90,22 +126,43 @@ _LIFTED_RANGE = 133
 
 
 def lift(scales: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """E8M0 scales of a matrix as the grouped product reads them.
+    """E8M0 scales of stacked matrices as the grouped product reads them, each matrix by itself.
 
     Args:
-        scales: uint8, any shape.
+        scales: uint8 ``(E, ...)``.
         used: bool, the same shape: the block has codes that are not zero.
 
     Returns:
         ``(bytes, factor, exact)``: uint8 of the same shape, the pattern of a block's factor being ``byte << 7``;
-        float32 ``()``, a power of two that multiplies the finished sum; bool ``()``: no scale is a NaN and none that
-        matters is more than 133 octaves below the largest, so that products are exact.
+        float32 ``(E,)``, a power of two that multiplies the finished sum; bool ``(E,)``: no scale is a NaN and none
+        that matters is more than 133 octaves below the largest, so that products are exact.
     """
-    data = scales.to(torch.int32)
-    top = torch.where(used, data, 0).amax()
-    exact = (top < 255) & ~(used & (data < top - _LIFTED_RANGE)).any()
-    factor = torch.ldexp(torch.ones((), device=scales.device), top - 128)
-    return (data + (254 - top)).clamp(1, 254).to(torch.uint8), factor, exact
+    data, used = scales.flatten(1).to(torch.int32), used.flatten(1)
+    top = torch.where(used, data, 0).amax(1, keepdim=True)
+    exact = (top[:, 0] < 255) & ~(used & (data < top - _LIFTED_RANGE)).any(1)
+    factor = torch.ldexp(torch.ones(len(top), device=scales.device), top[:, 0] - 128)
+    return (data + (254 - top)).clamp_(1, 254).to(torch.uint8).view(scales.shape), factor, exact
+
+
+def group_offsets() -> Tensor:
+    """Where the shares of each of a word's four codes begin in :func:`share_table`, int32 ``(4, 1)``."""
+    return torch.arange(4, dtype=torch.int32)[:, None] * 256
+
+
+def share_table() -> Tensor:
+    """Two words as an int32, with the codes of one packed byte as code ``j`` and zeros: index ``256 j + byte``."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    chunks = torch.zeros(4, 256, 4, 16, dtype=torch.uint8)
+    for j in range(4):
+        chunks[j, :, j, 0], chunks[j, :, j, 1] = byte & 15, byte >> 4
+    return to_words(chunks.flatten(-2))[..., :2].contiguous().view(torch.int32).flatten()
+
+
+def code_table() -> Tensor:
+    """The four codes of every word, code ``j`` in byte ``j`` of an int32; index: the word, unsigned. ``(65536,)``."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    codes = from_words(every).view(-1, 4, 16).transpose(1, 2)
+    return codes.contiguous().view(torch.int32).flatten()
 
 
 def recode_table() -> Tensor:

@@ -7,7 +7,8 @@ maxima, the row's global scale, scale bytes and codes, and writes what was asked
     packed    two a byte              global    one float32 a row         values   operand x global scale, any dtype
     planes    the low bits of each code, as :mod:`tracefp4.guidance.codec` stores them
 
-The equal but eager code reads and writes the tensor a dozen times.
+The equal but eager code reads and writes the tensor a dozen times. Where many rows share a global scale, one pass more
+finds it first (:func:`global_scales`).
 """
 
 from __future__ import annotations
@@ -127,6 +128,53 @@ def write(
             plane = tl.sum(((eights >> bit) & 1) << shift, axis=2)
             at = planes_ptr + row * (BITS * width // 8) + bit * (width // 8) + byte
             tl.store(at, plane.to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _largest(
+    x_ptr, top_ptr, width, x_stride, x_groups, x_group_stride, per_global, TILE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Raise the bit pattern at ``top_ptr`` of a row's global scale to the largest finite magnitude of a piece of it."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK))
+    start = (row // x_groups) * x_group_stride + (row % x_groups) * x_stride
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    amax = block_amax(widen(tl.load(x_ptr + start + column, mask=mask, other=0.0)))
+    top = tl.max(tl.where(is_nan_bits(amax), 0.0, finite(amax)), axis=0)
+    tl.atomic_max(top_ptr + row // per_global, top.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _finish(top_ptr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr):
+    """Put a global scale in the place of the largest magnitude that it is made from."""
+    at = top_ptr + tl.program_id(0)
+    g = global_from_amax(tl.load(at).to(tl.float32, bitcast=True), GLOBAL_RULE, GLOBAL_FORM)
+    tl.store(at, g.to(tl.int32, bitcast=True))
+
+
+def global_scales(x: Tensor, rules: Rules, groups: int) -> Tensor:
+    """Global scales of tensors ``x (..., D)`` whose leading rows fall into ``groups`` of equally many.
+
+    Returns:
+        float32 ``(groups,)`` in primary form, made as under scope ``token``: a block with a NaN does not count.
+    """
+    width = x.shape[-1]
+    x, stride, rows_of_group, group_stride = _rows(x)
+    rows = x.numel() // width
+    per_global = rows // groups
+    if x.is_contiguous() and per_global * width <= GRID_LIMIT * _PIECE:  # one long row a group: full tiles
+        width, rows, per_global = per_global * width, groups, 1
+        stride, rows_of_group, group_stride = width, groups, 0
+    tile = min(triton.next_power_of_2(width // rules.block), _PIECE // rules.block)
+    top = torch.zeros(groups, dtype=torch.int32, device=x.device)
+    _largest[(rows, triton.cdiv(width // rules.block, tile))](
+        x, top, width, stride, rows_of_group, group_stride, per_global, TILE=tile, BLOCK=rules.block, num_warps=4
+    )  # fmt: skip
+    _finish[(groups,)](
+        top, GLOBAL_RULE=rules.global_rule, GLOBAL_FORM=rules.global_form, num_warps=1, enable_fp_fusion=False
+    )  # fmt: skip
+    return top.view(torch.float32)
 
 
 @dataclass(slots=True)

@@ -8,13 +8,14 @@ the words and a little aside: :func:`packed_again` gives the packed bytes back w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tracefp4.errors import FormatError
-from tracefp4.formats import e2m1, words
+from tracefp4.formats import words
 from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.numerics import Numerics
 from tracefp4.models.packing import PackedWeight
@@ -23,50 +24,72 @@ if TYPE_CHECKING:
     from tracefp4.kernels.experts import ExpertWeight
 
 
-def arrange(packed: PackedWeight) -> ExpertWeight | None:
+_GROUP = 1 << 24
+"""Values that are arranged at a time. All experts of a small model take one pass, where a launch costs more than the
+work; those of a large one take several, so that temporaries, up to 5 bytes a value, stay below 100 MB."""
+
+
+def arrange(packed: PackedWeight, into: ExpertWeight | None = None) -> ExpertWeight | None:
     """The weight in words, or ``None`` where the kernel cannot take it.
 
     It takes matrices with ``in`` a multiple of 64, with E4M3 scales of 16 values or E8M0 scales of 32.
 
+    Args:
+        packed: the weight.
+        into: an arranged weight of the same shape and numerics, whose memory is written again and returned.
+
     Raises:
-        FormatError: E8M0 scales that are NaN or too far apart for exact products.
+        FormatError: E8M0 scales that are NaN or too far apart for exact products; ``into`` is then unchanged.
     """
     from tracefp4.kernels.experts import ExpertWeight
 
     numerics = packed.numerics
-    experts, out, _ = packed.codes.shape
-    inner = packed.codes.shape[-1] * 2
+    experts, out, inner = packed.codes.shape[0], packed.codes.shape[1], packed.codes.shape[2] * 2
     mx = numerics.scale_format == "e8m0"
     if inner % words.CHUNK or numerics.block != (32 if mx else 16):
         return None
-    # Expert by expert: unpacked codes take twice the memory of packed ones.
-    values = packed.codes.new_empty(experts, inner // 64, out, 32).view(torch.int16)
-    for expert in range(experts):
-        rows = words.to_words(e2m1.unpack(packed.codes[expert]))
-        values[expert] = rows.view(out, -1, 16).transpose(0, 1)
     if mx:
         scales, alpha = _lifted(packed)
     else:
         scales = words.recode(packed.scales)
         alpha = Quantized(packed.codes, packed.scales, packed.global_scale, numerics).decode_scale()
-    scales = scales.view(experts, out, inner // 64, -1).transpose(1, 2).contiguous()
-    return ExpertWeight(
-        values, scales, None if alpha is None else alpha.reshape(-1), out, inner, mx, numerics.block
-    )  # fmt: skip
+    scales = scales.view(experts, out, inner // 64, -1).transpose(1, 2)
+    alpha = None if alpha is None else alpha.reshape(-1)
+    if into is None:
+        values = packed.codes.new_empty(experts, inner // 64, out, 32).view(torch.int16)
+        into = ExpertWeight(values, scales.contiguous(), alpha, out, inner, mx, numerics.block)
+    else:
+        for old, new in ((into.scales, scales), (into.alpha, alpha)):
+            if old is not None and new is not None:
+                old.copy_(new)
+    for group in _groups(experts, out * inner):
+        rows = words.of_packed(packed.codes[group])
+        into.values[group] = rows.unflatten(-1, (-1, 16)).transpose(1, 2)
+    return into
+
+
+def _groups(experts: int, values: int) -> Iterator[slice]:
+    """Runs of experts of ``values`` each that are small enough to be taken at once."""
+    step = max(1, _GROUP // max(values, 1))
+    return (slice(first, first + step) for first in range(0, experts, step))
 
 
 def _lifted(packed: PackedWeight) -> tuple[Tensor, Tensor]:
     """Lifted E8M0 scales in the shape of the packed ones, and the factor ``(E,)`` of each expert."""
     half = packed.numerics.block // 2
-    used = [((codes.unflatten(-1, (-1, half)) & 0x77) != 0).any(-1) for codes in packed.codes]
-    scales, factors, exact = zip(*(words.lift(*pair) for pair in zip(packed.scales, used, strict=True)), strict=True)
-    wrong = (~torch.stack(exact)).nonzero().flatten().tolist()
+    experts, out, width = packed.codes.shape
+    found = []
+    for group in _groups(experts, 2 * out * width):
+        used = ((packed.codes[group].unflatten(-1, (-1, half)) & 0x77) != 0).any(-1)
+        found.append(words.lift(packed.scales[group], used))
+    scales, factors, exact = (torch.cat(parts) if len(found) > 1 else parts[0] for parts in zip(*found, strict=True))
+    wrong = (~exact).nonzero().flatten().tolist()
     if wrong:
         raise FormatError(
             f"expert {wrong[0]} of a weight {tuple(packed.codes.shape[:2])} has MXFP4 scales that are NaN or more than "
             "133 octaves apart, which the grouped product cannot multiply exactly; TRACEFP4_KERNELS=reference can."
         )
-    return torch.stack(scales), torch.stack(factors)
+    return scales, factors
 
 
 class Aside(NamedTuple):
@@ -98,9 +121,8 @@ def packed_again(weight: ExpertWeight, aside: Aside, numerics: Numerics) -> Pack
         raise FormatError("a bfloat16 weight has no packed form; quantize it first")
     experts = len(weight.values)
     codes = torch.empty(experts, weight.out, weight.inner // 2, dtype=torch.uint8, device=weight.values.device)
-    for expert in range(experts):
-        rows = weight.values[expert].transpose(0, 1).reshape(weight.out, -1)
-        codes[expert] = e2m1.pack(words.from_words(rows))
+    for group in _groups(experts, weight.out * weight.inner):
+        codes[group] = words.to_packed(weight.values[group].transpose(1, 2).flatten(2))
     scales = aside.scales
     if scales is None:
         scales = words.restore(weight.scales.transpose(1, 2).reshape(experts, weight.out, -1))
@@ -109,15 +131,9 @@ def packed_again(weight: ExpertWeight, aside: Aside, numerics: Numerics) -> Pack
 
 def put_arranged(weights: dict[tuple[int, str], ExpertWeight], key: tuple[int, str], packed: PackedWeight) -> None:
     """Arrange ``packed`` and keep it under ``key``, in the memory of its predecessor: captured graphs read there."""
-    fresh, known = arrange(packed), weights.get(key)
-    if fresh is None:
-        return
-    if known is None:
-        weights[key] = fresh
-        return
-    for old, new in ((known.values, fresh.values), (known.scales, fresh.scales), (known.alpha, fresh.alpha)):
-        if old is not None and new is not None:
-            old.copy_(new)
+    arranged = arrange(packed, weights.get(key))
+    if arranged is not None:
+        weights[key] = arranged
 
 
 def put_plain(weights: dict[tuple[int, str], ExpertWeight], key: tuple[int, str], weight: Tensor) -> None:

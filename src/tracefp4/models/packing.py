@@ -14,10 +14,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from tracefp4.errors import FormatError
 from tracefp4.formats import e2m1
-from tracefp4.formats.blocks import Quantized, quantize_weight
+from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.numerics import Numerics
-from tracefp4.formats.packed import Packed
+from tracefp4.formats.packed import Packed, quantize_packed
 from tracefp4.models.fingerprint import fingerprint
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.sites import Operand
@@ -69,9 +70,15 @@ def pack_weight(weight: Tensor, numerics: Numerics, *, transposed: bool = False)
         weight: ``(E, out, in)`` bfloat16, or ``(E, in, out)`` when ``transposed`` (gpt-oss).
         numerics: the spec's weight numerics.
         transposed: whether the contraction axis is the middle one.
+
+    Raises:
+        FormatError: the weight is not three-dimensional, or as :func:`tracefp4.formats.packed.quantize_packed`.
     """
+    if weight.ndim != 3:
+        raise FormatError(f"pack_weight takes stacked weights (experts, out, in), got shape {tuple(weight.shape)}.")
     matrix = weight.transpose(1, 2).contiguous() if transposed else weight
-    return PackedWeight.of(quantize_weight(matrix.detach(), numerics))
+    packed, global_scale = quantize_packed(matrix.detach(), numerics, per=1)
+    return PackedWeight(packed.codes, packed.scales, global_scale, numerics)
 
 
 def expert_weights(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str, Tensor, bool]]:

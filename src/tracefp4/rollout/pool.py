@@ -295,7 +295,7 @@ class KVPool:
         if not self.for_kernels or self.numerics is None:
             return codes, scales
         plain = words.restore(scales) if self.numerics.scale_format == "e4m3" else scales
-        return e2m1.pack(words.from_words(codes)), plain
+        return words.to_packed(codes), plain
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy all layers of slots ``source (n,)`` to slots ``target (n,)``; the two must not overlap."""
