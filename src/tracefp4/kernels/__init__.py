@@ -12,4 +12,5 @@ machine without Triton loses speed and nothing else.
 ``quantize``   scales, codes, operand and guidance planes in one pass
 ``guided``     guided rounding from packed guidance in one pass
 ``planes``     bit planes to bytes and back
+``fingerprint``  weighted sums of words modulo 2^64
 """

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tracefp4.formats.tables import on_device
 from tracefp4.guidance.codec import check_keys, wider
+from tracefp4.kernels.runtime import usable
 
 _TILE = 1 << 16
 _TILES = 1 << 8
@@ -36,10 +37,16 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """
     words = _words(tensor.detach())
     book = on_device(fingerprint_keys, words.device)
-    lane, tile = book[:_TILE], book[_TILE:]
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for slab in words.split(_TILE * _TILES):
-        total = total * tile[-1] + _slab(slab, lane, tile)
+    lane, tile = book[:_TILE], book[_TILE : _TILE + _TILES]
+    if usable(words):
+        from tracefp4.kernels.fingerprint import weigh
+
+        slabs = weigh(words, lane, tile).unbind()
+    else:
+        slabs = [_slab(slab, lane, tile) for slab in words.split(_TILE * _TILES)]
+    total = slabs[0]
+    for slab in slabs[1:]:
+        total = total * book[-1] + slab
     return total
 
 
