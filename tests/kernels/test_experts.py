@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracefp4.errors import FormatError
 from tracefp4.formats import e2m1, words
@@ -151,3 +152,31 @@ def test_arranged_weights_give_their_packed_bytes_back(spec, group, same, monkey
             rows = words.to_words(e2m1.unpack(packed.codes[expert]))
             assert torch.equal(arranged.values[expert], rows.view(40, -1, 16).transpose(0, 1))
     assert held == [into.values.data_ptr(), into.scales.data_ptr()]
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations of PyTorch that are more than a view: launches, on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not (func.is_view or func.overloadpacket._qualified_op_name.startswith("aten::new_empty"))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4"])
+def test_experts_are_arranged_together(spec):
+    """A sync is bound by launches, so their number must not grow with that of the experts."""
+    numerics = get_spec(spec).weights
+    counts = []
+    for experts in (2, 2, 16):  # the first makes the tables
+        packed = pack_weight(
+            torch.randn(experts, 32, 64, generator=torch.Generator().manual_seed(1)).bfloat16(), numerics
+        )
+        into = arrange(packed)
+        with Operations() as seen:
+            packed_again(arrange(packed, into), set_aside(packed), numerics)
+        counts.append(seen.count)
+    assert counts[1] == counts[2] < 50

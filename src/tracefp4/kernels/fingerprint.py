@@ -16,7 +16,9 @@ _PIECE = 4096
 
 
 @triton.jit
-def _weigh(words_ptr, lane_ptr, tile_ptr, sums_ptr, count, TILE: tl.constexpr, TILES: tl.constexpr, PIECE: tl.constexpr):
+def _weigh(
+    words_ptr, lane_ptr, tile_ptr, sums_ptr, count, TILE: tl.constexpr, TILES: tl.constexpr, PIECE: tl.constexpr
+):
     first = tl.program_id(0).to(tl.int64) * PIECE
     at = tl.arange(0, PIECE)
     word = tl.load(words_ptr + first + at, mask=first + at < count, other=0).to(tl.int64)
