@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tracefp4.core import Kind, Site, SiteShape
+from tracefp4.errors import GuidanceMismatch
+from tracefp4.guidance.frame import decode, encode
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
 from tracefp4.training.staging import stack_sites
 
@@ -67,3 +69,18 @@ def test_a_batch_does_not_share_memory_with_its_records() -> None:
     site = SHAPES[0].site
     found[site].planes.zero_()
     assert record.sites[site].planes.any()
+
+
+def test_frames_that_were_read_without_knowing_their_sites_go_together() -> None:
+    frames = [encode(record_of(rows, 3, rows)) for rows in (5, 20)]
+    read = [decode(frame) for frame in frames]
+    found = stack_sites(read, read[0], 20, torch.device("cpu"))
+    for site, batch in found.items():
+        assert torch.equal(batch.planes.unflatten(0, (2, 20))[1], read[1].sites[site].planes)
+
+
+def test_records_of_other_sites_are_refused() -> None:
+    one, other = record_of(4, 8, 0), record_of(4, 8, 1)
+    fewer = replace(other, sites={site: part for site, part in other.sites.items() if site.layer == 0})
+    with pytest.raises(GuidanceMismatch, match="sequence 1 of the micro-batch has guidance of other sites"):
+        stack_sites([one, fewer], one, 4, torch.device("cpu"))

@@ -77,7 +77,7 @@ def stack_sites(
     targets = [[None if place is None else place.view(buffer) for place in group] for group in places]
     for b, record in enumerate(records):
         runs = None if record is None else SiteRuns.of(record.sites)
-        if runs is not None and runs.table is not first.table:
+        if runs is not None and runs.table.shapes != first.table.shapes:
             raise GuidanceMismatch(f"sequence {b} of the micro-batch has guidance of other sites than another one")
         for index, group in enumerate(targets):
             parts = (None,) * len(_FILL) if runs is None else runs.parts[index]
