@@ -72,7 +72,7 @@ def test_a_batch_does_not_share_memory_with_its_records() -> None:
 
 
 def test_frames_that_were_read_without_knowing_their_sites_go_together() -> None:
-    frames = [encode(record_of(rows, 3, rows)) for rows in (5, 20)]
+    frames = [encode(record_of(rows, 8, rows)) for rows in (5, 20)]
     read = [decode(frame) for frame in frames]
     found = stack_sites(read, read[0], 20, torch.device("cpu"))
     for site, batch in found.items():
