@@ -28,6 +28,7 @@ from tracefp4.errors import FormatError, ModelError
 from tracefp4.formats.spec import get_spec
 from tracefp4.models.layout import describe
 from tracefp4.models.packing import PackedWeight, digest, expert_weights
+from tracefp4.models.weight_file import from_parts, to_parts
 
 PACKED_FILE = "tracefp4_packed.json"
 """Marks a packed folder."""
@@ -56,13 +57,8 @@ def write_packed(
     from safetensors.torch import save_file
 
     others = {n: p.detach().contiguous().cpu() for n, p in model.named_parameters() if n not in packed}
-    experts: dict[str, Tensor] = {}
-    for name, weight in packed.items():
-        experts[f"{name}.codes"], experts[f"{name}.scales"] = weight.codes.cpu(), weight.scales.cpu()
-        if weight.global_scale is not None:
-            experts[f"{name}.global"] = weight.global_scale.cpu()
     save_file(others, folder / "model.safetensors", metadata={"format": "pt"})
-    save_file(experts, folder / "experts.safetensors")
+    save_file(to_parts(packed), folder / "experts.safetensors")
     head = {"format": _FORMAT, "spec": spec, "numerics": numerics, "weights": sorted(packed)}
     head |= {"numerics_hash": next(iter(packed.values())).numerics.hash, "digest": packed_digest(packed)}
     (folder / PACKED_FILE).write_text(json.dumps(head | facts, indent=1) + "\n", encoding="utf-8")
@@ -133,10 +129,7 @@ def _packed(folder: Path, head: dict[str, Any], experts: Mapping[str, Tensor]) -
         raise ModelError(
             f"packed model {folder} was written with other arithmetic than {head['numerics']!r} here: quantize again"
         )
-    packed = {
-        name: PackedWeight(experts[f"{name}.codes"], experts[f"{name}.scales"], experts.get(f"{name}.global"), numerics)
-        for name in head["weights"]
-    }
+    packed = from_parts(experts, dict.fromkeys(head["weights"], numerics))
     if packed_digest(packed) != head["digest"]:
         raise ModelError(f"packed model {folder}: experts.safetensors was altered, its checksum differs")
     return packed

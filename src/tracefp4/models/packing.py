@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from tracefp4.errors import FormatError
+from tracefp4.errors import FormatError, SyncError
 from tracefp4.formats import e2m1
 from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.numerics import Numerics
@@ -35,6 +35,12 @@ class PackedWeight:
     global_scale: Tensor | None
     """``(E, 1, 1)`` float32 in the numerics' primary form."""
     numerics: Numerics
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(E, out, in)`` of the weight that this stands for."""
+        experts, out, half = self.codes.shape
+        return experts, out, 2 * half
 
     @classmethod
     def of(cls, q: Quantized) -> PackedWeight:
@@ -62,6 +68,44 @@ class PackedWeight:
         if self.global_scale is not None:
             yield self.global_scale
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts())
+
+    def copy(self, device: torch.device) -> PackedWeight:
+        """The same in memory of its own on ``device``."""
+        scale = None if self.global_scale is None else self.global_scale.to(device, copy=True)
+        return PackedWeight(self.codes.to(device, copy=True), self.scales.to(device, copy=True), scale, self.numerics)
+
+    def to(self, device: torch.device) -> PackedWeight:
+        """The same on ``device``; parts that lie there already are shared."""
+        scale = None if self.global_scale is None else self.global_scale.to(device)
+        return PackedWeight(self.codes.to(device), self.scales.to(device), scale, self.numerics)
+
+    def check(self, name: str) -> None:
+        """Refuse parts that do not fit one another.
+
+        Args:
+            name: of the parameter, for the sentence.
+
+        Raises:
+            FormatError: naming the part, what it is and what it has to be.
+        """
+        if self.codes.ndim != 3:
+            raise FormatError(f"'{name}.codes' has shape {tuple(self.codes.shape)}, it must be (experts, out, in / 2)")
+        experts, out, width = self.shape
+        wanted: dict[str, tuple[Tensor | None, tuple[int, ...] | None, torch.dtype]] = {
+            "codes": (self.codes, (experts, out, width // 2), torch.uint8),
+            "scales": (self.scales, (experts, out, width // self.numerics.block), torch.uint8),
+            "global": (self.global_scale, (experts, 1, 1) if self.numerics.scope == "tensor" else None, torch.float32),
+        }
+        for part, (found, shape, dtype) in wanted.items():
+            is_there = "nothing" if found is None else f"{str(found.dtype).removeprefix('torch.')} {tuple(found.shape)}"
+            must_be = "nothing" if shape is None else f"{str(dtype).removeprefix('torch.')} {shape}"
+            if is_there != must_be:
+                raise FormatError(f"'{name}.{part}' is {is_there}, under {self.numerics.name} it must be {must_be}")
+
 
 def pack_weight(weight: Tensor, numerics: Numerics, *, transposed: bool = False) -> PackedWeight:
     """Quantize one stacked expert weight.
@@ -79,6 +123,35 @@ def pack_weight(weight: Tensor, numerics: Numerics, *, transposed: bool = False)
     matrix = weight.transpose(1, 2).contiguous() if transposed else weight
     packed, global_scale = quantize_packed(matrix.detach(), numerics, per=1)
     return PackedWeight(packed.codes, packed.scales, global_scale, numerics)
+
+
+def check_packed(
+    name: str, packed: PackedWeight, numerics: Numerics | None, shape: tuple[int, ...], *, transposed: bool = False
+) -> None:
+    """Refuse a packed weight that does not stand for a parameter of an engine's model.
+
+    Args:
+        name: of the parameter.
+        packed: what came.
+        numerics: of the engine's expert weights; ``None`` if it does not quantize this one.
+        shape: of the parameter.
+        transposed: whether its contraction axis is the middle one.
+
+    Raises:
+        SyncError: other numerics, or another shape.
+        FormatError: parts that do not fit one another.
+    """
+    if numerics is None or packed.numerics.hash != numerics.hash:
+        mine = "bf16" if numerics is None else numerics.name
+        raise SyncError(
+            f"{name!r} comes packed as {packed.numerics.name}, the engine deploys {mine}; build it with the "
+            "spec that the weights were quantized for"
+        )
+    packed.check(name)
+    experts, out, width = packed.shape
+    found = (experts, width, out) if transposed else (experts, out, width)
+    if found != tuple(shape):
+        raise SyncError(f"{name!r} comes packed with shape {found}, the engine's has {tuple(shape)}")
 
 
 def expert_weights(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str, Tensor, bool]]:
@@ -111,8 +184,44 @@ def digest(parts: Mapping[str, Iterable[Tensor]]) -> str:
     return state.hexdigest()
 
 
+class PackedState(Mapping[str, "Tensor | PackedWeight"]):
+    """Parameters by name, with every stacked expert weight packed: what a packed sync sends.
+
+    A weight is packed when it is first asked for, and kept: the engine and the checksum ask for the same ones.
+
+    Args:
+        model: whose parameters they are.
+        layout: of the model.
+        numerics: of expert weights.
+        weights: the parameters by name, as for :func:`model_digest`.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: ModelLayout, numerics: Numerics, weights: Mapping[str, Tensor]
+    ) -> None:
+        self._numerics, self._weights = numerics, weights
+        self._transposed = {name: transposed for name, _, transposed in expert_weights(model, layout)}
+        self._packed: dict[str, PackedWeight] = {}
+
+    def __getitem__(self, name: str) -> Tensor | PackedWeight:
+        if name not in self._transposed:
+            return self._weights[name]
+        if name not in self._packed:
+            self._packed[name] = pack_weight(self._weights[name], self._numerics, transposed=self._transposed[name])
+        return self._packed[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
 def model_digest(
-    model: nn.Module, layout: ModelLayout, numerics: Numerics | None, weights: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    layout: ModelLayout,
+    numerics: Numerics | None,
+    weights: Mapping[str, Tensor | PackedWeight] | None = None,
 ) -> str:
     """Checksum of a model as it is deployed with ``numerics`` for its expert weights (``None``: unquantized).
 
@@ -122,15 +231,18 @@ def model_digest(
         model: whose parameters they are.
         layout: of the model.
         numerics: of expert weights.
-        weights: the parameters by name, where the model's own are sharded.
+        weights: the parameters by name, where the model's own are sharded or packed already.
     """
-    known: Mapping[str, Tensor] = dict(model.named_parameters()) if weights is None else weights
+    known: Mapping[str, Tensor | PackedWeight] = dict(model.named_parameters()) if weights is None else weights
     experts = {name: transposed for name, _, transposed in expert_weights(model, layout)} if numerics else {}
 
     def parts(name: str) -> Iterator[Tensor]:
-        if numerics is None or name not in experts:
-            yield known[name]
+        weight = known[name]
+        if isinstance(weight, PackedWeight):
+            yield from weight.parts()
+        elif numerics is None or name not in experts:
+            yield weight
         else:
-            yield from pack_weight(known[name], numerics, transposed=experts[name]).parts()
+            yield from pack_weight(weight, numerics, transposed=experts[name]).parts()
 
     return digest({name: parts(name) for name in known})

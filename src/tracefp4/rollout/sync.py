@@ -1,7 +1,7 @@
 """New weights: quantized, put in place, and proved.
 
 The trainer pushes its bfloat16 weights. Expert weights are packed to FP4 on arrival, one projection of one layer after
-the other. What is kept then depends on who multiplies:
+the other, unless the trainer has packed them itself. What is kept then depends on who multiplies:
 
 - Where the grouped kernel does, the codes arranged for it and nothing else: 4.5 bits a weight. The parameter of the
   model keeps its name, shape and dtype for whoever looks at it, but one NaN stands for all its elements: the memory is
@@ -31,7 +31,7 @@ from tracefp4.formats.words import CHUNK
 from tracefp4.kernels.runtime import usable
 from tracefp4.models.kernel_weights import Aside, packed_again, put_arranged, put_plain, set_aside
 from tracefp4.models.layout import ModelLayout
-from tracefp4.models.packing import PackedWeight, digest, expert_weights, pack_weight
+from tracefp4.models.packing import PackedWeight, check_packed, digest, expert_weights, pack_weight
 
 if TYPE_CHECKING:
     from tracefp4.kernels.experts import ExpertWeight
@@ -100,15 +100,20 @@ class WeightSync:
         return sum(storages.values())
 
     @torch.no_grad()
-    def load(self, state: Mapping[str, Tensor | PackedWeight]) -> None:
+    def load(self, state: Mapping[str, Tensor | PackedWeight]) -> int:
         """Put every tensor in place. An expert weight that comes packed is served as it is.
+
+        Returns:
+            Bytes of the parameters, as they came.
 
         Raises:
             SyncError: naming the first tensor that is missing, unknown, or of another shape or dtype.
         """
         self._check_names(state)
+        nbytes = 0
         for name in self._parameters:
             found = state[name]
+            nbytes += found.nbytes
             if isinstance(found, PackedWeight):
                 self._put_packed(name, found)
             else:
@@ -121,6 +126,7 @@ class WeightSync:
                     self._check_tied(name, tensor, target)
                 else:
                     target.copy_(tensor)
+        return nbytes
 
     def digest(self) -> str:
         """Checksum of what is in place."""
@@ -155,20 +161,10 @@ class WeightSync:
         self._place(name, pack_weight(tensor.to(target.device), self.numerics, transposed=transposed))
 
     def _put_packed(self, name: str, packed: PackedWeight) -> None:
-        if name not in self._experts or self.numerics is None or packed.numerics.hash != self.numerics.hash:
-            mine = "bf16" if self.numerics is None else self.numerics.name
-            raise SyncError(
-                f"{name!r} comes packed as {packed.numerics.name}, the engine deploys {mine}; build it with the "
-                "spec that the weights were quantized for"
-            )
         target = self._parameters[name]
-        experts, out, width = packed.codes.shape[0], packed.codes.shape[1], 2 * packed.codes.shape[2]
-        shape = (experts, width, out) if self._experts[name][2] else (experts, out, width)
-        if shape != tuple(target.shape):
-            raise SyncError(f"{name!r} comes packed with shape {shape}, the engine's has {tuple(target.shape)}")
-        scale = None if packed.global_scale is None else packed.global_scale.to(target.device)
-        codes, scales = packed.codes.to(target.device), packed.scales.to(target.device)
-        self._place(name, PackedWeight(codes, scales, scale, packed.numerics))
+        numerics, transposed = (self.numerics, self._experts[name][2]) if name in self._experts else (None, False)
+        check_packed(name, packed, numerics, tuple(target.shape), transposed=transposed)
+        self._place(name, packed.to(target.device))
 
     def _place(self, name: str, packed: PackedWeight) -> None:
         """Keep a packed weight, arranged if the kernel multiplies it, else with its operand in the parameter."""
