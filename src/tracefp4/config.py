@@ -47,6 +47,10 @@ class EngineConfig(_Table):
     """Capture the decode step in CUDA graphs where the model permits it."""
     compile_decode: bool = False
     """Compile the decoder layers for decode steps; the first steps of a run take some seconds more."""
+    refit: Literal["bf16", "packed"] = "bf16"
+    """How expert weights travel to the engine at a sync: ``bf16``, as the trainer's forward uses them, and the engine
+    quantizes them; ``packed``, as the codes and scales that the trainer quantizes them to (NVFP4: 3.6 times fewer
+    bytes)."""
     residual: float = Field(default=0.0, ge=0, le=1)
     """Share of each token's channels whose quantization residual is added to the experts' inputs (method ``quads``)."""
     options: dict[str, Any] = Field(default_factory=dict)

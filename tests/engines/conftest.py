@@ -21,6 +21,7 @@ from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record
 from tracefp4.models.layout import ModelLayout, describe
+from tracefp4.models.packing import PackedState
 from tracefp4.models.tiny import tiny_model
 from tracefp4.rollout.registry import engine_names, make_engine
 
@@ -51,6 +52,10 @@ class Bench:
     def record(self, rollout: Rollout) -> Record:
         assert rollout.guidance is not None
         return decode(self.store.get(rollout.guidance))
+
+    def packed(self, model: Any = None) -> PackedState:
+        assert self.spec.weights is not None
+        return PackedState(model or self.model, self.layout, self.spec.weights, self.state(model))
 
     def state(self, model: Any = None) -> dict[str, torch.Tensor]:
         return dict((model or self.model).named_parameters())

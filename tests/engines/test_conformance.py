@@ -6,17 +6,20 @@ order alone, and a row that belongs to another token, or an outcome of another s
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from tracefp4.core import Request, SamplingParams
-from tracefp4.errors import EngineError, GuidanceStale, SyncError
+from tracefp4.errors import EngineError, FormatError, GuidanceStale, SyncError
 from tracefp4.evaluation.gap import score
+from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.frame import Expectation, decode
 from tracefp4.models.binding import bound
 from tracefp4.models.coverage import compare, coverage, probe
-from tracefp4.models.packing import model_digest
+from tracefp4.models.packing import PackedWeight, digest, model_digest, pack_weight
 from tracefp4.models.tiny import tiny_model
 from tracefp4.training.sites import TrainerSites
 
@@ -181,6 +184,65 @@ def test_a_refit_and_back_is_identical_byte_for_byte(served, ask):
     assert two.tokens == one.tokens
     assert two.logprobs == one.logprobs
     assert same_rows(served.record(one), served.record(two), one.rows)
+
+
+def test_a_packed_refit_is_identical_byte_for_byte_and_to_one_of_plain_weights(served, ask):
+    numerics = served.spec.weights
+    other = tiny_model("qwen3_moe", seed=4, dtype=torch.float32)
+
+    def sync(state, version):
+        before = served.engine.stats.sync_bytes
+        digest = served.engine.sync(state, version)
+        sent = served.engine.stats.sync_bytes - before
+        return digest, served.engine.generate([ask("form", 20, temperature=0.0)])[0], sent
+
+    plain, one, plain_bytes = sync(served.state(), 1)
+    away, changed, _ = sync(served.packed(other), 2)
+    packed, two, packed_bytes = sync(served.packed(), 1)
+    back, three, _ = sync(served.state(), 1)
+    assert plain == packed == back == served.engine.digest() == model_digest(served.model, served.layout, numerics)
+    assert away == model_digest(other, served.layout, numerics)
+    assert changed.logprobs != one.logprobs
+    for rollout in (two, three):
+        assert rollout.tokens == one.tokens
+        assert rollout.logprobs == one.logprobs
+        assert torch.equal(rollout.routes, one.routes)
+        assert same_rows(served.record(one), served.record(rollout), one.rows)
+    check_complete(served, two)
+    # The experts of this model are float32: 32 bits a value, or 4 and 8 for 16 of them, and 32 for an expert.
+    experts = [served.state()[name] for name, part in served.packed().items() if isinstance(part, PackedWeight)]
+    saved = sum(tensor.nbytes - tensor.numel() * 9 // 16 - 4 * tensor.shape[0] for tensor in experts)
+    assert plain_bytes - packed_bytes == saved > 0
+
+
+def test_codes_that_no_rounding_gives_are_served_as_they_come(served, ask):
+    """As of weights quantized after training: their values, quantized again, would give other codes."""
+    state = dict(served.packed())
+    name = next(name for name, weight in state.items() if isinstance(weight, PackedWeight))
+    state[name].codes[:, ::2] ^= 0x11
+    expected = digest({n: tuple(w.parts()) if isinstance(w, PackedWeight) else (w,) for n, w in state.items()})
+    assert expected != model_digest(served.model, served.layout, served.spec.weights)
+    assert served.engine.sync(state, 2) == served.engine.digest() == expected
+    check_complete(served, served.engine.generate([ask("own", 12)])[0])
+
+
+def test_packed_weights_that_do_not_fit_are_refused(served, ask):
+    state = dict(served.packed())
+    name = next(name for name, weight in state.items() if isinstance(weight, PackedWeight))
+    whole = state[name]
+    mx = pack_weight(served.state()[name], get_spec("mxfp4-w4a4-kv4").weights)
+    with pytest.raises(SyncError, match="comes packed as mxfp4"):
+        served.engine.sync(state | {name: mx}, 2)
+    with pytest.raises(SyncError, match="sync again"):
+        served.engine.generate([ask("none", 4)])
+    with pytest.raises(FormatError, match="scales' is uint8"):
+        served.engine.sync(state | {name: replace(whole, scales=whole.scales[:1])}, 2)
+    few = replace(whole, codes=whole.codes[:1], scales=whole.scales[:1], global_scale=whole.global_scale[:1])
+    with pytest.raises(SyncError, match="comes packed with shape"):
+        served.engine.sync(state | {name: few}, 2)
+    # One projection packed and the other one plain is a state like any other.
+    mixed = served.state() | {name: whole}
+    assert served.engine.sync(mixed, 3) == model_digest(served.model, served.layout, served.spec.weights)
 
 
 def test_a_sync_that_does_not_fit_is_refused_until_one_does(served, ask):

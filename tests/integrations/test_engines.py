@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tracefp4.core import Handle, Kind, Request, SamplingParams, Site
-from tracefp4.errors import ConfigError, EngineError, GuidanceCorrupt, GuidanceMissing, SyncError
+from tracefp4.errors import ConfigError, EngineError, FormatError, GuidanceCorrupt, GuidanceMissing, SyncError
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.frame import decode
@@ -17,7 +17,7 @@ from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.integrations.engines.coverage import engine_coverage, reported_formats
-from tracefp4.integrations.engines.experts import EmulatedExperts
+from tracefp4.integrations.engines.experts import EmulatedExperts, place_packed
 from tracefp4.integrations.engines.handover import Folder, put_routes, read_routes
 from tracefp4.integrations.engines.host import Host
 from tracefp4.integrations.engines.recorder import Recorder, tickets
@@ -42,7 +42,7 @@ from tracefp4.models.binding import bound
 from tracefp4.models.coverage import compare, coverage
 from tracefp4.models.layout import describe
 from tracefp4.models.operands import widened
-from tracefp4.models.packing import model_digest, pack_weight
+from tracefp4.models.packing import PackedState, model_digest, pack_weight
 from tracefp4.models.tiny import tiny_model
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.rollout.embedded import EmbeddedEngine
@@ -333,6 +333,50 @@ def test_emulated_experts_compute_what_the_trainer_computes():
     assert torch.equal(ours.packed["down_proj"].codes, pack_weight(module.down_proj, SPEC.weights).codes)
 
 
+def same_parts(left, right):
+    return all(torch.equal(a, b) for a, b in zip(left.parts(), right.parts(), strict=True))
+
+
+def loaded_experts(model):
+    """Emulated experts of layer 0 with weights of their own, as an engine's loader fills them."""
+    layout = describe(model)
+    module = model.get_submodule(layout.experts[0])
+    ours = EmulatedExperts(0, SPEC.weights, make_recorder().quantize, lambda x: module._apply_gate(x))
+    held = module.gate_up_proj.detach().clone(), module.down_proj.detach().clone()
+    ours.load(*held)
+    return ours, held
+
+
+def test_experts_serve_what_comes_packed_and_nothing_of_what_lay_there():
+    model, other = (tiny_model("qwen3_moe", seed=seed, dtype=torch.float32) for seed in (0, 1))
+    names = Names(hollow(model))
+    ours, held = loaded_experts(model)
+    theirs, _ = loaded_experts(other)
+    # Codes that no rounding of the plain weights gives.
+    state = dict(PackedState(other, names.layout, SPEC.weights, dict(other.named_parameters())))
+    sent = state[f"{names.layout.experts[0]}.gate_up_proj"]
+    sent.codes[2, 3, 1] ^= 0x10
+    experts = dict.fromkeys(names.layout.experts, ours)
+    assert place_packed(names, {n: w for n, w in state.items() if ".0.mlp" in n}, experts, "an engine") == 2
+    assert not torch.equal(ours.packed["gate_up_proj"].codes, sent.codes)
+    ours.load(*held)
+    assert torch.equal(ours.packed["gate_up_proj"].codes, sent.codes)
+    assert same_parts(ours.packed["down_proj"], theirs.packed["down_proj"])
+    assert torch.equal(ours.gate_up(ours).values, widened(sent.operand()).values)
+    # The file that they came in is given back.
+    assert ours.packed["gate_up_proj"].codes.data_ptr() != sent.codes.data_ptr()
+    assert all(bool(weight.isnan().all()) for weight in held)
+    # Plain weights after packed ones: the engine's loader has written them.
+    for weight, name in zip(held, ("gate_up_proj", "down_proj"), strict=True):
+        weight.copy_(getattr(model.get_submodule(names.layout.experts[0]), name))
+    ours.load(*held)
+    again, _ = loaded_experts(model)
+    for name in ("gate_up_proj", "down_proj"):
+        assert same_parts(ours.packed[name], again.packed[name])
+    with pytest.raises(SyncError, match="vLLM's own kernels keep the experts of layer 0"):
+        place_packed(names, state, {0: None}, "vLLM")
+
+
 # Weights ------------------------------------------------------------------------------------------------------------
 
 
@@ -410,16 +454,44 @@ def test_a_tensor_that_is_not_served_is_named():
 def test_a_state_that_is_not_the_models_is_refused():
     model = tiny_model("qwen3_moe")
     names, state = Names(hollow(model)), dict(model.named_parameters())
-    names.check(state)
+    names.check(state, SPEC.weights)
     first = next(iter(state))
     with pytest.raises(SyncError, match="missing"):
-        names.check({k: v for k, v in state.items() if k != first})
+        names.check({k: v for k, v in state.items() if k != first}, SPEC.weights)
     with pytest.raises(SyncError, match="no parameter 'extra'"):
-        names.check(state | {"extra": torch.zeros(1)})
+        names.check(state | {"extra": torch.zeros(1)}, SPEC.weights)
     with pytest.raises(SyncError, match="has shape"):
-        names.check(state | {first: torch.zeros(1)})
-    with pytest.raises(SyncError, match="packed already"):
-        names.check(state | {first: pack_weight(torch.zeros(1, 16, 16).bfloat16(), SPEC.weights)})
+        names.check(state | {first: torch.zeros(1)}, SPEC.weights)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_packed_experts_are_taken_if_they_are_the_engines(family):
+    model = tiny_model(family)
+    names, state = Names(hollow(model)), dict(model.named_parameters())
+    whole = dict(PackedState(model, names.layout, SPEC.weights, state))
+    names.check(whole, SPEC.weights)
+    expert, other = next(iter(names.experts)), next(name for name in state if name not in names.experts)
+    for numerics in (None, get_spec("mxfp4-w4a4-kv4").weights):
+        with pytest.raises(SyncError, match="comes packed as nvfp4-te/weight, the engine deploys"):
+            names.check(whole, numerics)
+    # A parameter that is not an expert's is computed as it is, so it cannot come packed.
+    with pytest.raises(SyncError, match=f"'{other}' comes packed"):
+        names.check(state | {other: whole[expert]}, SPEC.weights)
+    small = pack_weight(torch.zeros(1, 16, 16).bfloat16(), SPEC.weights)
+    with pytest.raises(SyncError, match="comes packed with shape"):
+        names.check(state | {expert: small}, SPEC.weights)
+    whole[expert].scales = whole[expert].scales[:1]
+    with pytest.raises(FormatError, match=f"'{expert}.scales' is uint8"):
+        names.check(whole, SPEC.weights)
+
+
+def test_the_checkpoint_leaves_out_what_comes_packed():
+    model = tiny_model("qwen3_moe")
+    names, state = Names(hollow(model)), dict(model.named_parameters())
+    whole = names.checkpoint(state)
+    rest = names.checkpoint(PackedState(model, names.layout, SPEC.weights, state))
+    assert rest.keys() == {name for name in whole if ".experts." not in name}
+    assert all(torch.equal(rest[name], whole[name]) for name in rest)
 
 
 # Self-check ----------------------------------------------------------------------------------------------------------
@@ -437,10 +509,14 @@ def test_a_probe_of_the_same_model_passes_and_one_of_another_does_not(plan):
     assert check.gap < 1.5
     assert all(rate < 0.1 for rate in check.flips.values())
     assert next(empty.parameters()).is_meta
+    layout = describe(empty)
+    assert self_check(empty, PackedState(model, layout, SPEC.weights, state), SPEC, rollouts, records) == check
     if plan:
         other = dict(tiny_model("qwen3_moe", seed=5).named_parameters())
         with pytest.raises(SyncError, match="codes do not match"):
             self_check(empty, other, SPEC, rollouts, records)
+        with pytest.raises(SyncError, match="do not match"):
+            self_check(empty, PackedState(model, layout, SPEC.weights, other), SPEC, rollouts, records)
         # Heads of K in another order: the checksum of what was sent would not show it.
         swapped = dict(state)
         for name in [n for n in state if "k_proj" in n]:

@@ -49,7 +49,7 @@ from tracefp4.rl.plans import choose_measured, spread, unbound_copy
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
 from tracefp4.rl.routers import check_routers
-from tracefp4.rl.setup import check_ranks, check_training, config_hash, resolve_device, weight_cache
+from tracefp4.rl.setup import check_ranks, check_training, config_hash, resolve_device, sent_weights, weight_cache
 from tracefp4.rl.sft_data import check_targets, gold_pairs
 from tracefp4.rl.tasks import make_task
 from tracefp4.rl.update import GuidanceSource, Updater
@@ -289,7 +289,9 @@ class Run:
             for handle in ready.handles() if ready is not None else ():
                 self.store.delete(handle)
             self.version += 1
+            sent = -self.engine.stats.sync_bytes
             self.sync()
+            sent += self.engine.stats.sync_bytes
         if chosen is not None:
             with clock("plan"):
                 self._record(chosen)
@@ -305,6 +307,7 @@ class Run:
             **seconds,
             "throughput/rollout_tok_s": tokens / max(seconds["time/rollout_s"], 1e-9),
             "throughput/train_tok_s": trained.get("train/tokens", 0.0) / max(seconds["time/train_s"], 1e-9),
+            "sync/bytes": sent,
             "weight_version": self.version,
         }
 
@@ -334,9 +337,11 @@ class Run:
         return self.updater.update(experience.examples, load, measure_unguided=unguided)
 
     def sync(self) -> None:
-        """Push the trainer's bfloat16 weights to the engine and prove that both sides quantize the same ones."""
-        digest = self.engine.sync(weights(self.model), self.version)
-        mine = model_digest(self.model, self.layout, self.rollout_spec.weights, weights(self.model))
+        """Push the trainer's weights to the engine, as ``rollout.refit`` says, and prove that both serve the same."""
+        numerics = self.rollout_spec.weights
+        state = sent_weights(self.config, self.model, self.layout, numerics)
+        digest = self.engine.sync(state, self.version)
+        mine = model_digest(self.model, self.layout, numerics, state)
         if digest != mine:
             raise SyncError(f"weights differ after sync {self.version}: engine {digest}, trainer {mine}")
 

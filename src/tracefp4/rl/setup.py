@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 
 from tracefp4.config import Config
 from tracefp4.errors import ConfigError, suggest
+from tracefp4.formats.numerics import Numerics
+from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.auto import LARGEST, budget_of
 from tracefp4.guidance.plan import Plan
 from tracefp4.methods import get_method
+from tracefp4.models.layout import ModelLayout
+from tracefp4.models.packing import PackedState, PackedWeight
 from tracefp4.quantizers.guided import DECODERS
 from tracefp4.rl.centering import check_centering
 from tracefp4.rl.rejection import parse_rules
 from tracefp4.training.ranks import Ranks
+from tracefp4.training.sharding import weights
 from tracefp4.training.weights import Cache
 
 
@@ -66,6 +73,16 @@ def weight_cache(config: Config, ranks: Ranks) -> Cache:
     return "widened" if ranks.size == 1 else "packed"
 
 
+def sent_weights(
+    config: Config, model: nn.Module, layout: ModelLayout, numerics: Numerics | None
+) -> Mapping[str, Tensor | PackedWeight]:
+    """Parameters by name as a sync sends them; experts are packed where ``rollout.refit`` says so."""
+    known = weights(model)
+    if config.rollout.refit == "bf16" or numerics is None:
+        return known
+    return PackedState(model, layout, numerics, known)
+
+
 def check_training(config: Config) -> None:
     """Refuse settings under which training would be wrong; raises :class:`ConfigError` with the way out."""
     sampling = config.sampling
@@ -83,6 +100,12 @@ def check_training(config: Config) -> None:
             f"correction.low = {config.correction.low} is not below correction.high = {config.correction.high}"
         )
     check_centering(config)
+    deployed = get_method(config.method).rollout_spec(get_spec(config.spec, config.numerics))
+    if config.rollout.refit == "packed" and deployed.weights is None:
+        raise ConfigError(
+            f"rollout.refit = 'packed' sends quantized experts, but spec {deployed.name!r} of method "
+            f"{config.method!r} leaves them as they are; set rollout.refit = 'bf16'"
+        )
     if get_method(config.method).guided:
         if config.rollout.residual:
             raise ConfigError(

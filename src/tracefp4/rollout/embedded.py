@@ -361,10 +361,11 @@ class EmbeddedEngine(StepwiseEngine):
                 f"{len(self._active)} requests are in flight; a rollout must come from one version of the weights"
             )
         self._version = None
-        self._weights.load(state)
+        nbytes = self._weights.load(state)
         digest = self._weights.digest()
         self._version = version
         self._stats.syncs += 1
+        self._stats.sync_bytes += nbytes
         return digest
 
     def digest(self) -> Digest:

@@ -65,6 +65,8 @@ class EngineStats:
     invalid_rows: int = 0
     """Rows of guidance that were shipped as not recorded."""
     syncs: int = 0
+    sync_bytes: int = 0
+    """Bytes of the weights in all syncs, as they were handed over."""
 
     def metrics(self) -> dict[str, int]:
         """All counts by name."""
@@ -128,13 +130,12 @@ class Engine(Protocol):
 
         Args:
             state: every parameter by name, in the dtype that the engine computes in; an expert weight may come packed,
-                and is then served with these codes (the embedded engine).
+                and is then served with these codes.
             version: their version.
 
         Raises:
             SyncError: a tensor is missing, unknown or of another shape or dtype, or requests are in flight. After a
-            failed
-                sync the engine refuses to serve until one succeeds.
+                failed sync the engine refuses to serve until one succeeds.
         """
         ...
 

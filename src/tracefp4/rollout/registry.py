@@ -57,7 +57,8 @@ def make_engine(
 
         if settings.options:
             raise ConfigError(f"engine 'embedded' takes no rollout.options, got {', '.join(settings.options)}")
-        return EmbeddedEngine(model, tokenizer, spec, plan, store, **settings.model_dump(exclude={"options"}))
+        # How weights are sent is the trainer's business; the engine takes them either way.
+        return EmbeddedEngine(model, tokenizer, spec, plan, store, **settings.model_dump(exclude={"options", "refit"}))
     for point in entry_points(group=GROUP):
         if point.name == name:
             return point.load()(model=model, tokenizer=tokenizer, spec=spec, plan=plan, store=store, settings=settings)

@@ -18,6 +18,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from tracefp4.errors import ConfigError
 from tracefp4.formats.numerics import Numerics
 from tracefp4.models.operands import widened
 from tracefp4.models.packing import PackedWeight, pack_weight
@@ -72,6 +73,19 @@ class WeightOperands:
         if self.cache == "packed" and len(self._operands) > IN_FLIGHT:
             self._operands.popitem(last=False)
         return operand
+
+    def put(self, module: nn.Module, projection: str, packed: PackedWeight) -> None:
+        """Serve ``packed`` for ``module.<projection>`` until that parameter changes, whatever it holds.
+
+        Raises:
+            ConfigError: other numerics.
+        """
+        if self.numerics is None or packed.numerics.hash != self.numerics.hash:
+            mine = "bf16" if self.numerics is None else self.numerics.name
+            raise ConfigError(f"{projection} is packed as {packed.numerics.name}, these weights are {mine}")
+        key = (id(module), projection)
+        self._packed[key] = (self._stamp(getattr(module, projection)), packed)
+        self._operands.pop(key, None)
 
     def tensors(self) -> list[Tensor]:
         """Everything that is kept beside the weights themselves."""

@@ -2,20 +2,27 @@
 
 FP4 tensor cores exist from Blackwell on. Elsewhere the same numbers are computed by emulation: a product of FP4
 operands, ``code x block scale`` in bfloat16, is exact up to the order of its accumulation, and that is what
-:func:`tracefp4.models.experts.experts_forward` computes. The engine's own weights are only read: they are packed when
-they have been loaded, exactly as the trainer packs them, so that one checksum proves both sides quantize the same.
+:func:`tracefp4.models.experts.experts_forward` computes. Weights arrive in one of two forms:
+
+- in the model's dtype, through the engine's own loader. They are read there and packed, exactly as the trainer packs
+  them;
+- packed by the trainer. They go past the loader (:func:`place_packed`) and are served as they are. The engine's own
+  parameter then holds NaN: whoever multiplies by it, or packs it again, finds out.
+
+Either way one checksum over what is packed proves that both sides quantize the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from tracefp4.core import Kind, Site
-from tracefp4.errors import EngineError
+from tracefp4.errors import EngineError, SyncError
 from tracefp4.formats.numerics import Numerics
+from tracefp4.integrations.engines.weights import Names
 from tracefp4.models.experts import experts_forward
 from tracefp4.models.operands import widened
 from tracefp4.models.packing import PackedWeight, pack_weight
@@ -48,17 +55,32 @@ class EmulatedExperts:
         self.tracefp4 = self
         self.packed: dict[str, PackedWeight] = {}
         """By projection, ``gate_up_proj`` and ``down_proj``; empty when weights are not quantized."""
+        self._arrived: dict[str, PackedWeight] = {}
+        """What came packed since the last :meth:`load`."""
         self._operands: dict[str, Operand] = {}
 
+    def place(self, projection: str, packed: PackedWeight) -> None:
+        """Take a projection that came packed; the next :meth:`load` serves a copy of it on the engine's device."""
+        self._arrived[projection] = packed
+
     def load(self, gate_up: Tensor, down: Tensor) -> None:
-        """Take loaded weights: ``(E, 2 I, H)``, gate first, and ``(E, H, I)``. They are kept, not copied."""
+        """Take loaded weights: ``(E, 2 I, H)``, gate first, and ``(E, H, I)``. They are kept, not copied.
+
+        A projection that came packed is not read out of them, but overwritten with NaN.
+        """
         self.gate_up_proj, self.down_proj = gate_up.detach(), down.detach()
         self.num_experts = gate_up.shape[0]
         for name, weight in (("gate_up_proj", self.gate_up_proj), ("down_proj", self.down_proj)):
             if self.weights is None:
                 self._operands[name] = Operand(weight, None)
                 continue
-            self.packed[name] = pack_weight(weight, self.weights)
+            arrived = self._arrived.pop(name, None)
+            if arrived is None:
+                self.packed[name] = pack_weight(weight, self.weights)
+            else:
+                # A copy: the parts are a view of the file that everything came in.
+                self.packed[name] = arrived.copy(weight.device)
+                weight.fill_(float("nan"))
             self._operands[name] = widened(self.packed[name].operand())
 
     @torch.no_grad()
@@ -86,3 +108,34 @@ class EmulatedExperts:
     def middle(self, h: Tensor, pairs: Tensor) -> Operand:
         """Quantize the input of down."""
         return self._quantize(Site(self.layer, Kind.EXPERTS_MID), h, pairs)
+
+
+def place_packed(
+    names: Names, state: Mapping[str, Tensor | PackedWeight], experts: Mapping[int, EmulatedExperts | None], engine: str
+) -> int:
+    """Hand the weights that came packed to the experts that multiply them.
+
+    Args:
+        names: of the model.
+        state: what came; see :meth:`Names.check`.
+        experts: by layer; absent or ``None`` where the engine's own kernels compute them.
+        engine: its name, for the sentence.
+
+    Returns:
+        How many there were.
+
+    Raises:
+        SyncError: an engine's own kernels keep the experts.
+    """
+    packed = {name: weight for name, weight in state.items() if isinstance(weight, PackedWeight)}
+    for name, weight in packed.items():
+        layer, projection = names.experts[name]
+        ours = experts.get(layer)
+        if ours is None:
+            raise SyncError(
+                f"{name!r} comes packed, but {engine}'s own kernels keep the experts of layer {layer} in a layout of "
+                "theirs; write a checkpoint with `tracefp4 quantize --layout compressed-tensors` and let the engine "
+                "load it"
+            )
+        ours.place(projection, weight)
+    return len(packed)

@@ -36,6 +36,7 @@ from tracefp4.integrations.engines.weights import Names, hollow
 from tracefp4.integrations.engines.wire import Abort, Ask, Failed, Finished, Report, Sample
 from tracefp4.models.coverage import Coverage
 from tracefp4.models.directory import quiet
+from tracefp4.models.packing import PackedWeight
 from tracefp4.rollout.admission import Limits, check_request, recorded_shapes, stored_plan
 from tracefp4.rollout.engine import Capabilities, Digest, EngineStats
 from tracefp4.rollout.request import eos_token_ids
@@ -97,6 +98,8 @@ class HostedEngine(StepwiseEngine):
         self._arrivals = 0
         self.self_check: SelfCheck | None = None
         """What the last probe showed; see :meth:`check`."""
+        self._checked: set[frozenset[bool]] = set()
+        """Forms of expert weights under which a probe was generated."""
         self._later: list[Finished | Failed] = []
         """Replies that came while something else was waited for."""
         self._folder = Folder()
@@ -294,24 +297,29 @@ class HostedEngine(StepwiseEngine):
     # -- Weights
 
     @torch.no_grad()
-    def sync(self, state: Mapping[str, Tensor], version: int) -> Digest:
+    def sync(self, state: Mapping[str, Tensor | PackedWeight], version: int) -> Digest:
         """Take new weights; see :meth:`tracefp4.rollout.engine.Engine.sync`. The engine's prefix cache is cleared."""
         if self.busy:
             raise SyncError(
                 f"{len(self._requests)} requests are in flight; a rollout must come from one version of the weights"
             )
         self._version = None
-        digest = push_weights(self._host, self._folder, self._names, self._dtype, state, version)
+        digest, nbytes = push_weights(
+            self._host, self._folder, self._names, state, version, dtype=self._dtype, numerics=self.spec.weights
+        )
         self._version = version
-        if self.self_check is None:
+        form = frozenset(isinstance(state[name], PackedWeight) for name in self._names.experts)
+        if form not in self._checked:
             self.check(state)
+            self._checked.add(form)
         self._stats.syncs += 1
+        self._stats.sync_bytes += nbytes
         return digest
 
-    def check(self, state: Mapping[str, Tensor]) -> SelfCheck:
+    def check(self, state: Mapping[str, Tensor | PackedWeight]) -> SelfCheck:
         """Compare codes and log-probs of a probe prompt with the trainer's arithmetic.
 
-        Done at the first sync, and not counted in :attr:`stats`.
+        Done at the first sync of packed experts and of others, and not counted in :attr:`stats`.
 
         Args:
             state: the weights that are served.

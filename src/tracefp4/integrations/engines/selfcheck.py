@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tracefp4.core import Rollout
 from tracefp4.errors import SyncError
@@ -29,7 +29,9 @@ from tracefp4.guidance.record import Record
 from tracefp4.integrations.engines.weights import hollow
 from tracefp4.models.binding import bound
 from tracefp4.models.layout import describe
+from tracefp4.models.packing import PackedWeight
 from tracefp4.training.sites import TrainerSites
+from tracefp4.training.weights import WeightOperands
 
 FLIPS = 0.35
 """Most codes of the first layer that may differ, by kind of site. Two independent roundings differ in most."""
@@ -56,13 +58,17 @@ def probe_prompt(vocabulary: int, length: int = 24) -> tuple[int, ...]:
 
 
 def self_check(
-    model: Any, state: Mapping[str, Tensor], spec: Spec, rollouts: Sequence[Rollout], records: Sequence[Record] | None
+    model: Any,
+    state: Mapping[str, Tensor | PackedWeight],
+    spec: Spec,
+    rollouts: Sequence[Rollout],
+    records: Sequence[Record] | None,
 ) -> SelfCheck:
     """Score the probe with the trainer's arithmetic, and judge.
 
     Args:
         model: the model with or without weights; it is not changed.
-        state: the weights that were sent, by name. They are read in place.
+        state: the weights that were sent, by name. They are read in place; packed ones are used as they are.
         spec: what both sides quantize.
         rollouts: of the probe prompt, at temperature 1.
         records: their guidance; ``None`` without a plan.
@@ -71,14 +77,28 @@ def self_check(
         SyncError: codes or log-probs do not match; the message says which.
     """
     filled = hollow(model)
-    filled.load_state_dict({name: tensor.detach() for name, tensor in state.items()}, strict=False, assign=True)
+    plain = {name: tensor.detach() for name, tensor in state.items() if isinstance(tensor, Tensor)}
+    filled.load_state_dict(plain, strict=False, assign=True)
     filled.tie_weights()
-    layout = describe(filled)
-    sites = TrainerSites(layout, spec, "bracket")
+    layout, weights = describe(filled), WeightOperands(spec.weights)
+    for name, packed in state.items():
+        if isinstance(packed, PackedWeight):
+            _fill(filled, name, packed, weights)
+    sites = TrainerSites(layout, spec, "bracket", weights)
     with bound(filled.eval(), sites):
         found = score(filled, sites, rollouts, guidance=records, truth=records)
     every = records is not None and len(records[0].sites) == len(layout.recordable_shapes(spec))
     return _judge(found, GAP if every or not layout.recordable_shapes(spec) else LOOSE_GAP)
+
+
+def _fill(model: Any, name: str, packed: PackedWeight, weights: WeightOperands) -> None:
+    """Let ``weights`` serve a packed weight; its parameter is one NaN, for nobody is to read it."""
+    path, _, projection = name.rpartition(".")
+    module, device = model.get_submodule(path), packed.codes.device
+    hollowed = getattr(module, projection)
+    nothing = torch.full((), float("nan"), dtype=hollowed.dtype, device=device).expand(hollowed.shape)
+    setattr(module, projection, nn.Parameter(nothing, requires_grad=False))
+    weights.put(module, projection, packed)
 
 
 def _judge(found: Scored, limit: float) -> SelfCheck:

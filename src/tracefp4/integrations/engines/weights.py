@@ -5,7 +5,7 @@ A checkpoint has a tensor for each expert. A serving engine loads that checkpoin
 So there are two translations:
 
 - *in*: the trainer's tensors become a checkpoint, by the rules that transformers itself saves with, and go through the
-  engine's own loader;
+  engine's own loader; experts that come packed go to whoever multiplies them, as they are;
 - *out*: the engine's parameters are cut into the trainer's tensors again, and the checksum over those is compared with
   the trainer's. It is taken over what the engine computes with, not over what was sent to it.
 """
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import SyncError, suggest
+from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import Spec
 from tracefp4.integrations.engines.stored import StoredWeight
 from tracefp4.models.layout import ModelLayout, describe
-from tracefp4.models.packing import PackedWeight, digest
+from tracefp4.models.packing import PackedWeight, check_packed, digest, expert_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,16 +69,22 @@ class Names:
             for projection in ("gate_up_proj", "down_proj")
         }
         """Stacked parameters: layer and projection by name."""
+        self._transposed = {name: transposed for name, _, transposed in expert_weights(model, self.layout)}
         self._plain = self._plain_names()
         tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(self.parameters)
         self.tied: dict[str, str] = {name: self._owner(model, name) for name in sorted(tied)}
         """Second names of tied parameters."""
 
-    def check(self, state: Mapping[str, Tensor]) -> None:
+    def check(self, state: Mapping[str, Tensor | PackedWeight], numerics: Numerics | None) -> None:
         """Refuse a state that is not exactly the model's.
 
+        Args:
+            state: every parameter by name; experts may come packed.
+            numerics: of the engine's expert weights.
+
         Raises:
-            SyncError: naming the first tensor that is missing, unknown or of another shape.
+            SyncError: naming the first tensor that is missing, unknown, of another shape, or packed otherwise.
+            FormatError: parts of a packed weight that do not fit one another.
         """
         missing = [name for name in self.parameters if name not in state]
         if missing:
@@ -87,17 +94,23 @@ class Names:
         for name, tensor in state.items():
             if name not in self.parameters and name not in self.tied:
                 raise SyncError(f"the engine's model has no parameter {name!r}{suggest(name, self.parameters)}")
-            if not isinstance(tensor, Tensor):
-                raise SyncError(f"{name!r} is packed already; an engine of another package takes bfloat16 weights")
             expected = self.parameters[self.tied.get(name, name)]
-            if tuple(tensor.shape) != expected:
+            if isinstance(tensor, PackedWeight):
+                transposed = self._transposed.get(name)
+                mine = None if transposed is None else numerics
+                check_packed(name, tensor, mine, expected, transposed=bool(transposed))
+            elif tuple(tensor.shape) != expected:
                 raise SyncError(f"{name!r} has shape {tuple(tensor.shape)}, the engine's has {expected}")
 
-    def checkpoint(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The checkpoint that transformers would save of ``state``, second names of tied parameters included."""
+    def checkpoint(self, state: Mapping[str, Tensor | PackedWeight]) -> dict[str, Tensor]:
+        """The checkpoint that transformers would save of ``state``, second names of tied parameters included.
+
+        Weights that come packed are left out: see :func:`tracefp4.integrations.engines.experts.place_packed`.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
-        whole = {name: state[name].detach() for name in self.parameters}
+        given = {name: state[name] for name in self.parameters}
+        whole = {name: tensor.detach() for name, tensor in given.items() if isinstance(tensor, Tensor)}
         found: dict[str, Tensor] = dict(revert_weight_conversion(self.model, whole))
         return found | {name: found[self._plain[owner]] for name, owner in self.tied.items()}
 

@@ -21,6 +21,7 @@ from tracefp4.integrations.engines.settings import EngineSettings
 from tracefp4.integrations.engines.wire import Failed, Finished, Parcel, Report, Sample, SiteLine
 from tracefp4.integrations.sglang.refit import LOADER, announcement
 from tracefp4.integrations.sglang.worker import KEY
+from tracefp4.models.weight_file import read_weights
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
@@ -69,7 +70,14 @@ class SGLangBackend:
         return [self._tasks.pop(key).result() for key in ended]
 
     def load(self, path: str, version: int) -> str:
-        """Take weights, and return the checksum of what is served then."""
+        """Take weights, and return the checksum of what is served then.
+
+        Raises:
+            FormatError: the file is not whole.
+            EngineError: SGLang refused, or serves something else.
+        """
+        # What fails in SGLang's scheduler ends it, so a damaged file is met here.
+        read_weights(Path(path))
         engine = self._engine
         for what, (done, message) in (
             ("begin", _answer(engine.begin_weight_update())),

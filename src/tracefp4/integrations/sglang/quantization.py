@@ -1,7 +1,7 @@
 """A quantization method of SGLang: routed experts in our W4A4, every other layer as the checkpoint has it.
 
 It is SGLang's method for unquantized experts in all but one thing, the product: weights are created, sharded, loaded
-and restored by SGLang's own code, packed by ours once they have been loaded, and multiplied by
+and restored by SGLang's own code, packed by ours once they have been loaded (or placed packed), and multiplied by
 :class:`~tracefp4.integrations.engines.experts.EmulatedExperts`. The activation between the two projections is SGLang's.
 """
 
@@ -84,7 +84,7 @@ class TraceMoEMethod(UnquantizedFusedMoEMethod):
         ours.experts[layer_of(layer)] = self.experts
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the weights that were just loaded."""
+        """Pack the weights that were just loaded, but for those that came packed."""
         with torch.inference_mode(False), torch.no_grad():
             self.experts.load(layer.w13_weight.data, layer.w2_weight.data)
 

@@ -4,7 +4,7 @@
 
     begin_weight_update    layouts that loading repacked are restored
     update_weights_from_tensor(load_format=LOADER)    our loader reads the trainer's tensors out of a file
-    end_weight_update      SGLang re-runs its post-processing, in which experts are packed
+    end_weight_update      SGLang re-runs its post-processing, in which experts are packed that did not come so
     tracefp4_report        the checksum over SGLang's parameters, cut into the trainer's tensors
 
 The tensors do not travel in the message: its only entry is a name that says where the file is.
@@ -21,11 +21,13 @@ from torch import Tensor
 
 from tracefp4.errors import SyncError
 from tracefp4.integrations.engines.coverage import reported_formats
+from tracefp4.integrations.engines.experts import place_packed
 from tracefp4.integrations.engines.weights import Served
 from tracefp4.integrations.sglang.native import native_lines, site_table
 from tracefp4.integrations.sglang.stored import PARTS, stored_experts
 from tracefp4.integrations.sglang.worker import layer_of, worker
 from tracefp4.models.packing import PackedWeight
+from tracefp4.models.weight_file import read_weights
 
 LOADER = "tracefp4.integrations.sglang.refit.load_file"
 """Name of the loader, for ``custom_weight_loader`` and ``load_format``."""
@@ -40,14 +42,14 @@ def load_file(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """The loader: called by SGLang between begin and end.
 
     Raises:
-        SyncError: the file does not hold exactly the model's tensors.
+        SyncError: the file does not hold exactly the model's tensors, or experts that SGLang keeps itself came packed.
+        FormatError: the file is not whole.
     """
-    from safetensors.torch import load_file as read
-
     told = json.loads(named_tensors[0][0])
     ours = worker()
-    state = read(told["path"])
-    ours.names.check(state)
+    state = read_weights(Path(told["path"]))
+    ours.names.check(state, ours.spec.weights)
+    place_packed(ours.names, state, ours.experts, "SGLang")
     held = dict(model.named_parameters(remove_duplicate=False))
     second = {name for name in ours.names.tied if name not in held}
     found = ours.names.checkpoint(state)

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from tracefp4.errors import SyncError
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.store import Store
@@ -30,6 +28,7 @@ from tracefp4.integrations.vllm.arguments import ENVIRONMENT, check_options, eng
 from tracefp4.integrations.vllm.attach import choose_carried
 from tracefp4.integrations.vllm.reader import FrameReader
 from tracefp4.integrations.vllm.session import recorder, session
+from tracefp4.models.weight_file import read_weights
 
 
 @dataclass(slots=True)
@@ -170,20 +169,13 @@ class VLLMBackend:
 
         Raises:
             SyncError: they are not in place.
+            FormatError: the file is not whole.
         """
-        whole = load_file(path)
-        self._names.check(whole)
-        checkpoint = Path(path).with_suffix(".checkpoint.safetensors")
-        tensors = {name: tensor.contiguous() for name, tensor in self._names.checkpoint(whole).items()}
-        tied = set(self._names.tied)
-        save_file({name: tensor for name, tensor in tensors.items() if name not in tied}, checkpoint)
-        del whole, tensors
-        try:
-            self._rpc("start_weight_update")
-            self._rpc("update_weights", {"path": str(checkpoint), "version": version})
-            self._rpc("finish_weight_update")
-        finally:
-            checkpoint.unlink()
+        # Before vLLM is told that weights change: what is refused here leaves it as it was.
+        self._names.check(read_weights(Path(path)), self.settings.spec.weights)
+        self._rpc("start_weight_update")
+        self._rpc("update_weights", {"path": path, "version": version})
+        self._rpc("finish_weight_update")
         if not self._llm.reset_prefix_cache():
             raise SyncError("vLLM did not empty its prefix cache, so old K and V could be used with new weights")
         self._llm.set_weight_version(str(version))

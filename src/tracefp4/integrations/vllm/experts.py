@@ -2,7 +2,7 @@
 
 :class:`EmulatedMethod` has vLLM's router before it and vLLM's activation kernel inside; the arithmetic between is
 :class:`~tracefp4.integrations.engines.experts.EmulatedExperts`. Weights are packed when they have been loaded, from the
-bfloat16 tensors that the trainer quantizes too.
+bfloat16 tensors that the trainer quantizes too, unless they come packed.
 
 :class:`PlainMethod` is vLLM's unquantized path, for specs that leave the experts alone.
 """
@@ -83,7 +83,7 @@ class EmulatedMethod(FusedMoEMethodBase):
 
     @torch.no_grad()
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack what was loaded. Called again after every weight update."""
+        """Pack what was loaded, but for what came packed. Called again after every weight update."""
 
         def activate(gate_up: Tensor) -> Tensor:
             out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)

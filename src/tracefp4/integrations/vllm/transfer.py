@@ -1,8 +1,9 @@
 """New weights through vLLM's own protocol: start, any number of updates, finish.
 
-The trainer's parameters lie, under checkpoint names, in a safetensors file (``/dev/shm`` is memory). Each worker reads
-it and hands the tensors to the model's own loader, so fusing and splitting stay vLLM's business. At the finish every
-layer repacks what it was given. Between the two the model holds a mixture, and nothing may be generated.
+The trainer's parameters lie in a safetensors file (``/dev/shm`` is memory). Each worker reads it, gives experts that
+came packed to our emulation, and hands the others under checkpoint names to the model's own loader, so fusing and
+splitting stay vLLM's business. At the finish every layer repacks what it was given. Between the two the model holds a
+mixture, and nothing may be generated.
 
 On a GPU the same protocol runs with vLLM's ``nccl`` and ``ipc`` backends; this one needs neither a group nor a device.
 """
@@ -10,6 +11,7 @@ On a GPU the same protocol runs with vLLM's ``nccl`` and ``ipc`` backends; this 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from tracefp4.errors import SyncError
+from tracefp4.integrations.engines.experts import place_packed
 from tracefp4.integrations.vllm.experts import PlainMethod
-from tracefp4.integrations.vllm.session import recorder
+from tracefp4.integrations.vllm.session import recorder, session
+from tracefp4.models.weight_file import read_weights
 
 
 @dataclass
@@ -35,7 +39,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     """One part of the weights."""
 
     path: str
-    """A safetensors file of checkpoint tensors."""
+    """A file that :func:`tracefp4.models.weight_file.write_weights` wrote, with the trainer's names."""
     version: int = 0
     """Weight version that later frames carry."""
 
@@ -62,14 +66,18 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Load one file.
 
         Raises:
-            SyncError: the loader took none of its tensors.
+            SyncError: these are not the model's tensors, the loader took none of them, or experts came packed that vLLM
+                keeps itself.
+            FormatError: the file is not whole.
         """
-        from safetensors.torch import load_file
-
         model: Any = self.model
-        loaded = model.load_weights(iter(load_file(update_info.path).items()))
-        if not loaded:
-            raise SyncError(f"vLLM's loader took no tensor of {update_info.path!r}; are these checkpoint names?")
+        ours, state = session(), read_weights(Path(update_info.path))
+        ours.names.check(state, ours.recorder.spec.weights)
+        place_packed(ours.names, state, ours.experts, "vLLM")
+        tied = set(ours.names.tied)
+        found = ours.names.checkpoint(state)
+        if not model.load_weights((name, tensor) for name, tensor in found.items() if name not in tied):
+            raise SyncError(f"vLLM's loader took no tensor of {update_info.path!r}")
         self._version = update_info.version
 
     @torch.no_grad()
