@@ -113,6 +113,14 @@ def bench(request: pytest.FixtureRequest, cpu_harness: None) -> Iterator[Bench]:
 
 
 @pytest.fixture(params=ENGINES)
+def engine_name(request: pytest.FixtureRequest, cpu_harness: None) -> str:
+    """Each engine's name, where it is installed."""
+    if not _installed(request.param):
+        pytest.skip(f"engine {request.param!r} is not installed here")
+    return request.param
+
+
+@pytest.fixture(params=ENGINES)
 def mx_engine(request: pytest.FixtureRequest, cpu_harness: None) -> Any:
     """Starts an engine with an MXFP4 spec, in bfloat16: the proof after a sync has to bear the noise of deployment."""
     return lambda spec: started(request.param, get_spec(spec), torch.bfloat16)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from tracefp4.errors import ConfigError, ModelError
+from tracefp4.export.linear import SUFFIX, hub_names, linear_tensors
 from tracefp4.formats import e2m1, e4m3
 from tracefp4.models.directory import LoadedModel, claim, complete_folder, quiet
 from tracefp4.models.packing import PackedWeight
@@ -36,7 +37,7 @@ from tracefp4.models.packing import PackedWeight
 FORMAT = "nvfp4-pack-quantized"
 """Name of the layout in the checkpoint's configuration."""
 
-_SUFFIX = ".weight"
+_SINGLE = ("weight_global_scale", "input_global_scale")
 
 
 def write_compressed(
@@ -106,20 +107,16 @@ def _tensors(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Everything in the file, and the modules that are not quantized."""
     plain = {n: p.detach().cpu() for n, p in model.named_parameters() if n not in packed}
-    found = {name: tensor.contiguous().clone() for name, tensor in _hub_names(model, plain).items()}
+    found = {name: tensor.contiguous().clone() for name, tensor in hub_names(model, plain).items()}
     ignored = sorted(
-        name.removesuffix(_SUFFIX) for name, tensor in found.items() if name.endswith(_SUFFIX) and tensor.ndim == 2
+        name.removesuffix(SUFFIX) for name, tensor in found.items() if name.endswith(SUFFIX) and tensor.ndim == 2
     )
     embeddings: Any = model.get_output_embeddings()
     if embeddings is not None and model.config.tie_word_embeddings:
         ignored.append(next(n for n, m in model.named_modules() if m is embeddings))
-    for part, values in _parts(packed, peaks).items():
-        for name, tensor in _hub_names(model, values).items():
-            if not name.endswith(_SUFFIX) or tensor.ndim != 2:
-                raise ModelError(f"the checkpoint of {type(model).__name__} keeps experts as {name!r}, not one by one")
-            one = tensor[:1, 0] if part.endswith("global_scale") else tensor
-            dtype = torch.float8_e4m3fn if part == "weight_scale" else one.dtype
-            found[f"{name.removesuffix(_SUFFIX)}.{part}"] = one.contiguous().view(dtype).clone()
+    for name, tensor in linear_tensors(model, _parts(packed, peaks), _SINGLE).items():
+        dtype = torch.float8_e4m3fn if name.endswith(".weight_scale") else tensor.dtype
+        found[name] = tensor.contiguous().view(dtype).clone()
     return found, ignored
 
 
@@ -139,10 +136,3 @@ def _parts(packed: Mapping[str, PackedWeight], peaks: Mapping[str, float] | None
             wide = e4m3.MAX * e2m1.MAGNITUDES[-1] / max(peaks[name], torch.finfo(torch.float32).tiny)
             out["input_global_scale"][name] = torch.full((*rows, 1), wide, dtype=torch.float32)
     return out
-
-
-def _hub_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under the names, and in the pieces, of the checkpoint that transformers saves."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(model, dict(tensors)))

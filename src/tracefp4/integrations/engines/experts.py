@@ -133,9 +133,9 @@ def place_packed(
         ours = experts.get(layer)
         if ours is None:
             raise SyncError(
-                f"{name!r} comes packed, but {engine}'s own kernels keep the experts of layer {layer} in a layout of "
-                "theirs; write a checkpoint with `tracefp4 quantize --layout compressed-tensors` and let the engine "
-                "load it"
+                f"{name!r} comes packed, but {engine}'s own kernels keep the experts of layer {layer} and take none "
+                "after its start; write a checkpoint with `tracefp4 quantize --layout compressed-tensors` and start it "
+                "with that"
             )
         ours.place(projection, weight)
     return len(packed)

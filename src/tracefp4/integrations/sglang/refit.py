@@ -24,6 +24,7 @@ from tracefp4.integrations.engines.coverage import reported_formats
 from tracefp4.integrations.engines.experts import place_packed
 from tracefp4.integrations.engines.weights import Served
 from tracefp4.integrations.sglang.native import native_lines, site_table
+from tracefp4.integrations.sglang.placing import modelopt_tensors
 from tracefp4.integrations.sglang.stored import PARTS, stored_experts
 from tracefp4.integrations.sglang.worker import layer_of, worker
 from tracefp4.models.packing import PackedWeight
@@ -42,17 +43,21 @@ def load_file(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """The loader: called by SGLang between begin and end.
 
     Raises:
-        SyncError: the file does not hold exactly the model's tensors, or experts that SGLang keeps itself came packed.
+        SyncError: the file does not hold exactly the model's tensors, or experts that SGLang's own kernels do not take.
         FormatError: the file is not whole.
     """
     told = json.loads(named_tensors[0][0])
     ours = worker()
     state = read_weights(Path(told["path"]))
     ours.names.check(state, ours.spec.weights)
-    place_packed(ours.names, state, ours.experts, "SGLang")
+    own: dict[str, Tensor] = {}
+    if ours.settings.emulate:
+        place_packed(ours.names, state, ours.experts, "SGLang")
+    else:
+        own = modelopt_tensors(ours.names, state, ours.quantization)
     held = dict(model.named_parameters(remove_duplicate=False))
     second = {name for name in ours.names.tied if name not in held}
-    found = ours.names.checkpoint(state)
+    found = ours.names.checkpoint(state) | own
     model.load_weights((name, tensor) for name, tensor in found.items() if name not in second)
     if ours.recording:
         ours.recorder.new_weights(int(told["version"]))
