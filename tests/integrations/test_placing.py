@@ -1,4 +1,4 @@
-"""Packed experts for SGLang's own kernels: tensors of a ModelOpt checkpoint, through its loader where it imports."""
+"""Packed experts where an engine's own kernels compute: SGLang takes them through its loader, vLLM refuses them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ HARNESS = str(Path(__file__).parents[1] / "engines" / "harness")
 """Stand-ins for what SGLang imports and a CPU does not have."""
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128}
 """Whole tiles of scales: then SGLang keeps the tiled ones in the memory of those that it loads."""
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here")
 needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here")
 
 
@@ -146,3 +147,41 @@ def test_sglangs_loader_puts_them_where_the_checksum_finds_them(monkeypatch, up_
             name = f"{prefix}.{projection}"
             back, sent = names.packed(1, projection, kept, SPEC), state[name]
             assert all(torch.equal(a, b) for a, b in zip(back.parts(), sent.parts(), strict=True))
+
+
+# vLLM -----------------------------------------------------------------------------------------------------------------
+
+
+@needs_vllm
+@pytest.mark.engine
+@pytest.mark.parametrize("emulated", [True, False])
+def test_vllm_places_them_for_our_arithmetic_and_refuses_them_for_its_own(tmp_path, monkeypatch, emulated):
+    from tracefp4.integrations.vllm import transfer
+
+    names, state = packed_state()
+    path = tmp_path / "w.safetensors"
+    write_weights(path, state)
+    placed, given = [], {}
+    ours = types.SimpleNamespace(place=lambda *what: placed.append(what)) if emulated else None
+    session = types.SimpleNamespace(
+        names=names,
+        experts=dict.fromkeys(names.layout.experts, ours),
+        recorder=types.SimpleNamespace(spec=SPEC),
+    )
+    monkeypatch.setattr(transfer, "session", lambda: session)
+    engine = transfer.FileTransferEngine.__new__(transfer.FileTransferEngine)
+
+    def load_weights(found):
+        given.update(found)
+        return set(given)
+
+    engine.model = types.SimpleNamespace(load_weights=load_weights)
+    if not emulated:
+        with pytest.raises(SyncError, match="vLLM's own kernels keep the experts of layer 0 .* `tracefp4 quantize"):
+            engine.receive_weights(transfer.UpdateInfo(str(path), 3))
+        assert not given
+        return
+    engine.receive_weights(transfer.UpdateInfo(str(path), 3))
+    assert [projection for projection, _ in placed] == ["gate_up_proj", "down_proj"] * 2
+    assert given.keys() == names.checkpoint(state).keys()
+    assert engine._version == 3

@@ -20,11 +20,11 @@ from tracefp4.training.ranks import Ranks, joined
 from tracefp4.training.sharding import weights, whole
 
 CASES = {
-    # samples, minibatches, gradient checkpointing
-    "two": (2, 1, True),
-    "five": (5, 1, False),
-    "one": (1, 4, False),
-    "three": (3, 2, False),
+    # samples, minibatches, gradient checkpointing, form of the weights that the engine gets
+    "two": (2, 1, True, "packed"),
+    "five": (5, 1, False, "bf16"),
+    "one": (1, 4, False, "bf16"),
+    "three": (3, 2, False, "bf16"),
 }
 
 
@@ -67,10 +67,10 @@ def gradients(run: Run, samples: int, ranks: Ranks) -> tuple[dict[str, torch.Ten
 
 def main(tree: dict, folder: Path, what: str) -> None:
     with joined() as ranks:
-        for name, (samples, minibatches, recompute) in (CASES if what == "gradients" else {}).items():
+        for name, (samples, minibatches, recompute, refit) in (CASES if what == "gradients" else {}).items():
             run = prepare(
                 tree, folder, name, ranks, f"train.minibatches={minibatches}",
-                f"train.gradient_checkpointing={str(recompute).lower()}",
+                f"train.gradient_checkpointing={str(recompute).lower()}", f"rollout.refit={refit}",
             )  # fmt: skip
             grads, read, metrics = gradients(run, samples, ranks)
             after = {f"after.{key}": tensor.clone() for key, tensor in weights(run.model).items()}
