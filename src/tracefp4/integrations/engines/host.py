@@ -55,7 +55,10 @@ class Backend(Protocol):
         ...
 
     def load(self, path: str, version: int) -> str:
-        """Take the weights in a safetensors file, under the trainer's names; return the checksum of what is served.
+        """Take the weights in a file of :mod:`tracefp4.models.weight_file`, under the trainer's names.
+
+        Returns:
+            The checksum of what is served.
 
         Raises:
             TraceError: they are not in place.

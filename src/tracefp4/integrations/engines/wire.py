@@ -43,7 +43,7 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """To the host: take the weights in a safetensors file; answered by :class:`Loaded`. Nothing is in flight."""
+    """To the host: take the weights in a file, packed or not; answered by :class:`Loaded`. Nothing is in flight."""
 
     path: str
     version: int
