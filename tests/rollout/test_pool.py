@@ -16,7 +16,8 @@ from tracefp4.formats.blocks import Quantized, quantize
 from tracefp4.formats.spec import get_spec
 from tracefp4.models.layout import describe
 from tracefp4.models.tiny import tiny_model
-from tracefp4.rollout.pool import KVPool, PageAllocator, dequantize_packed
+from tracefp4.rollout.plane import dequantize_packed
+from tracefp4.rollout.pool import KVPool, PageAllocator
 
 
 def test_pages_are_counted():

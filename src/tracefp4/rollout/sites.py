@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,13 +27,13 @@ from tracefp4.core import Kind, Site
 from tracefp4.errors import EngineError
 from tracefp4.formats.spec import Spec
 from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest
-from tracefp4.models.attention import dense_attention
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.operands import OperandCache
 from tracefp4.models.sites import LayerSites, Operand
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.quantizers.residual import compensated
+from tracefp4.rollout.attend import attend_decode, attend_prefill
 from tracefp4.rollout.batch import Batch, DecodeBatch, PrefillBatch, Segment
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.pool import KVPool
@@ -227,39 +228,25 @@ class _Attention:
     def _prefill(
         self, module: nn.Module, q: Tensor, segment: Segment, scaling: float, window: int | None, sinks: Tensor | None
     ) -> Tensor:
-        kv = self.owner.pool.paged(self.layer, 1)
-        if kv is not None and q.dtype is torch.bfloat16:
-            from tracefp4.kernels.attention_prefill import prefill_attention
-
-            part = q[0, :, segment.start : segment.stop].transpose(0, 1)
-            return prefill_attention(part, kv, segment.context, scaling, window, sinks).unsqueeze(0)
-        context = segment.context
-        if window is not None:
-            # The first query of the piece sees this far back, the others less.
-            context = context[-(segment.stop - segment.start + window - 1) :]
-        k, v = self._read(module, context.unsqueeze(0))
         part = q[:, :, segment.start : segment.stop]
-        return dense_attention(part, k, v, scaling=scaling, window=window, sinks=sinks)
+        kv, read = self.owner.pool.paged(self.layer, 1), partial(self._read, module)
+        return attend_prefill(part, kv, read, segment.context, scaling=scaling, window=window, sinks=sinks)
 
     def _decode(
         self, module: nn.Module, q: Tensor, batch: DecodeBatch, scaling: float, window: int | None, sinks: Tensor | None
     ) -> Tensor:
-        kv = self.owner.pool.paged(self.layer, batch.page_size)
-        if kv is not None:
-            from tracefp4.kernels.attention_decode import decode_attention, fits, split_for
-
-            if fits(q[:, :, 0], kv):
-                span = split_for(self.owner.max_batch)
-                out = decode_attention(q[:, :, 0], kv, batch.pages, batch.lengths, scaling, window, sinks, span=span)
-                return out.unsqueeze(1)
-        context, last = batch.context, batch.lengths.unsqueeze(1) - 1
-        positions = torch.arange(context.shape[1], device=context.device).unsqueeze(0)
-        if window is not None and window < context.shape[1]:
-            positions = last - torch.arange(window - 1, -1, -1, device=context.device)
-            context = context.gather(1, positions.clamp(min=0))
-        mask = (positions >= 0) & (positions <= last)
-        k, v = self._read(module, context)
-        return dense_attention(q, k, v, scaling=scaling, window=window, sinks=sinks, mask=mask[:, None, None])
+        return attend_decode(
+            q,
+            self.owner.pool.paged(self.layer, batch.page_size),
+            partial(self._read, module),
+            batch.pages,
+            batch.context,
+            batch.lengths,
+            scaling=scaling,
+            window=window,
+            sinks=sinks,
+            max_batch=self.owner.max_batch,
+        )
 
     def _parts(self, module: nn.Module, k: Tensor, v: Tensor) -> dict[Kind, Tensor]:
         """What the pool stores of the current tokens, ``(B * S, vectors, width)`` by kind."""

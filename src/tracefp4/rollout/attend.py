@@ -1,0 +1,109 @@
+"""Attention over stored K and V: by a kernel that reads the pages, or over what is gathered and dequantized.
+
+Both ways read nothing but the cache. A prefill takes the newest tokens of one sequence over all of it; a decode step
+takes one token of each of several sequences. :data:`Read` is the way without a kernel, and also the only one for a
+model that stores latents, which have to be expanded first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tracefp4.models.attention import dense_attention
+
+if TYPE_CHECKING:
+    from tracefp4.kernels.attention_decode import PagedKV
+
+Read = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""K and V ``(B, heads, L, width)`` of slots ``(B, L)``."""
+
+
+def attend_prefill(
+    q: Tensor,
+    kv: PagedKV | None,
+    read: Read,
+    context: Tensor,
+    *,
+    scaling: float,
+    window: int | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Causal attention of the newest tokens of a sequence.
+
+    Args:
+        q: ``(1, Hq, S, D)``.
+        kv: the layer as kernels read it, if it is stored for them.
+        read: the same without kernels.
+        context: int64 ``(L,)``, slots of all tokens in order; the queries are the last ``S`` of them.
+        scaling: factor on the logits.
+        window: sliding window in tokens, the current one included; ``None`` for all.
+        sinks: ``(Hq,)`` attention-sink logits, or ``None``.
+
+    Returns:
+        ``(1, S, Hq, Dv)``.
+    """
+    if kv is not None and q.dtype is torch.bfloat16:
+        from tracefp4.kernels.attention_prefill import prefill_attention
+
+        return prefill_attention(q[0].transpose(0, 1), kv, context, scaling, window, sinks).unsqueeze(0)
+    if window is not None:
+        # The first query of the piece sees this far back, the others less.
+        context = context[-(q.shape[2] + window - 1) :]
+    k, v = read(context.unsqueeze(0))
+    return dense_attention(q, k, v, scaling=scaling, window=window, sinks=sinks)
+
+
+def attend_decode(
+    q: Tensor,
+    kv: PagedKV | None,
+    read: Read,
+    pages: Tensor,
+    context: Tensor,
+    lengths: Tensor,
+    *,
+    scaling: float,
+    window: int | None,
+    sinks: Tensor | None,
+    max_batch: int,
+) -> Tensor:
+    """Attention of one token of each of ``B`` sequences. Static shapes, no host values.
+
+    Args:
+        q: ``(B, Hq, 1, D)``.
+        kv: the layer as kernels read it, if it is stored for them.
+        read: the same without kernels.
+        pages: integer ``(B, W)`` block tables.
+        context: int64 ``(B, L)`` slots of positions ``0..L-1``, what ``pages`` stand for.
+        lengths: integer ``(B,)``: tokens to attend to, the current one included.
+        scaling: factor on the logits.
+        window: sliding window in tokens, the current one included; ``None`` for all.
+        sinks: ``(Hq,)`` attention-sink logits, or ``None``.
+        max_batch: sequences that decode at once at most; kernels cut their work accordingly.
+
+    Returns:
+        ``(B, 1, Hq, Dv)``.
+    """
+    if kv is not None:
+        from tracefp4.kernels.attention_decode import decode_attention, fits, split_for
+
+        if fits(q[:, :, 0], kv):
+            span = split_for(max_batch)
+            return decode_attention(q[:, :, 0], kv, pages, lengths, scaling, window, sinks, span=span).unsqueeze(1)
+    last = lengths.unsqueeze(1) - 1
+    positions = torch.arange(context.shape[1], device=context.device).unsqueeze(0)
+    if window is not None and window < context.shape[1]:
+        positions = last - torch.arange(window - 1, -1, -1, device=context.device)
+        context = context.gather(1, positions.clamp(min=0))
+    mask = (positions >= 0) & (positions <= last)
+    k, v = read(context)
+    return dense_attention(q, k, v, scaling=scaling, window=window, sinks=sinks, mask=mask[:, None, None])
+
+
+def slots_of_pages(pages: Tensor, page_size: int) -> Tensor:
+    """Slots ``(..., W * page_size)`` int64 of pages ``(..., W)``, in order."""
+    inside = torch.arange(page_size, device=pages.device)
+    return (pages.to(torch.int64).unsqueeze(-1) * page_size + inside).flatten(-2)
