@@ -62,7 +62,7 @@ def attend_decode(
     kv: PagedKV | None,
     read: Read,
     pages: Tensor,
-    context: Tensor,
+    context: Callable[[], Tensor],
     lengths: Tensor,
     *,
     scaling: float,
@@ -77,7 +77,7 @@ def attend_decode(
         kv: the layer as kernels read it, if it is stored for them.
         read: the same without kernels.
         pages: integer ``(B, W)`` block tables.
-        context: int64 ``(B, L)`` slots of positions ``0..L-1``, what ``pages`` stand for.
+        context: gives int64 ``(B, L)``, slots of positions ``0..L-1``; asked where no kernel reads ``pages``.
         lengths: integer ``(B,)``: tokens to attend to, the current one included.
         scaling: factor on the logits.
         window: sliding window in tokens, the current one included; ``None`` for all.
@@ -93,13 +93,13 @@ def attend_decode(
         if fits(q[:, :, 0], kv):
             span = split_for(max_batch)
             return decode_attention(q[:, :, 0], kv, pages, lengths, scaling, window, sinks, span=span).unsqueeze(1)
-    last = lengths.unsqueeze(1) - 1
-    positions = torch.arange(context.shape[1], device=context.device).unsqueeze(0)
-    if window is not None and window < context.shape[1]:
-        positions = last - torch.arange(window - 1, -1, -1, device=context.device)
-        context = context.gather(1, positions.clamp(min=0))
+    slots, last = context(), lengths.unsqueeze(1) - 1
+    positions = torch.arange(slots.shape[1], device=slots.device).unsqueeze(0)
+    if window is not None and window < slots.shape[1]:
+        positions = last - torch.arange(window - 1, -1, -1, device=slots.device)
+        slots = slots.gather(1, positions.clamp(min=0))
     mask = (positions >= 0) & (positions <= last)
-    k, v = read(context)
+    k, v = read(slots)
     return dense_attention(q, k, v, scaling=scaling, window=window, sinks=sinks, mask=mask[:, None, None])
 
 

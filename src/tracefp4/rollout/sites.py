@@ -240,7 +240,7 @@ class _Attention:
             self.owner.pool.paged(self.layer, batch.page_size),
             partial(self._read, module),
             batch.pages,
-            batch.context,
+            lambda: batch.context,
             batch.lengths,
             scaling=scaling,
             window=window,

@@ -10,6 +10,9 @@ first, then along the rows, and both axes are padded to whole tiles::
 :func:`from_matrix_view` undoes. Rows of weights are moved as well, so that a kernel finds gate and up side by side and
 its lanes find their rows: :class:`Rows` names what was done to them, and :meth:`Rows.undo` reverses it.
 
+The scales of V in an NVFP4 KV cache that TRT-LLM's attention reads are moved within groups of four tokens of a page and
+head (:func:`four_token_places`): the scales that four neighbouring tokens have at the same place lie together.
+
 Read in the sources of SGLang 0.5.23, vLLM 0.32 and FlashInfer 0.7.2; the suite applies their own layout functions where
 they can be imported, and undoes them.
 """
@@ -21,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tracefp4.errors import SyncError
+from tracefp4.errors import EngineError, SyncError
 
 TILE_ROWS, TILE_BLOCKS = 128, 4
 SHUFFLE = 32
@@ -56,6 +59,29 @@ def linear_scales(tiled: Tensor, rows: int, blocks: int) -> Tensor:
 def from_matrix_view(scales: Tensor) -> Tensor:
     """The tiled bytes uint8 ``(G, bytes)`` of ``G`` matrices that CuteDSL sees as ``(32, 4, m, 4, k, G)``."""
     return scales.view(torch.uint8).permute(5, 2, 4, 0, 1, 3).reshape(scales.shape[5], -1)
+
+
+def four_token_places(tokens: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Where TRT-LLM's attention wants the scales of V, within a page and head.
+
+    Four tokens and ``blocks`` scales are four quarters of a token's scales; quarter ``q`` of all four lies in row
+    ``q``, the four tokens side by side: token ``t`` and block ``b`` stand in row ``t // 4 * 4 + b // (blocks / 4)``,
+    column ``b % (blocks / 4) * 4 + t % 4``.
+
+    Args:
+        tokens: ``(T,)`` integer places in the page.
+        blocks: scales of a token and head, a multiple of 4.
+
+    Returns:
+        Rows and columns, int64 ``(T, blocks)``.
+
+    Raises:
+        EngineError: another number of blocks.
+    """
+    if blocks % 4:
+        raise EngineError(f"{blocks} scales a head are no multiple of 4, which this layout of V needs")
+    t, b, quarter = tokens.to(torch.int64).unsqueeze(1), torch.arange(blocks, device=tokens.device), blocks // 4
+    return t - t % 4 + torch.div(b, quarter, rounding_mode="floor"), b % quarter * 4 + t % 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,8 @@ class Recorder:
         self._lines = torch.arange(step_tokens, device=device)
         self._tickets = torch.zeros(step_tokens, dtype=torch.int32, device=device)
         self._slots: Tensor | None = None
+        self.cached: Tensor | None = None
+        """KV slots ``(T,)`` of the pass in flight."""
         self._epoch = 0
         self.version = 0
         """Weight version that frames carry, the trainer's number."""
@@ -170,14 +172,21 @@ class Recorder:
 
     # -- During a forward pass
 
-    def begin(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+    def begin(self, slots: Tensor, positions: Tensor, tokens: Tensor, cached: Tensor | None = None) -> None:
         """A forward pass of tokens ``(T,)`` starts.
+
+        Args:
+            slots: ``(T,)`` where the mirror keeps their rows.
+            positions: ``(T,)``.
+            tokens: ``(T,)`` ids.
+            cached: ``(T,)`` KV slots that they write, if those are others.
 
         Raises:
             EngineError: it has more tokens than the step buffer.
         """
         lines, stamps = self._batch(slots.numel())
         self._slots = slots.to(torch.int64)
+        self.cached = self._slots if cached is None else cached
         stamps.copy_(tickets(self._epoch, positions, tokens))
         self.step.stamp(lines, stamps)
 
@@ -228,6 +237,10 @@ class Recorder:
         split = parts[Kind.K].flatten(1).shape[1]
         rounded = q.dequantize(k.dtype)
         return rounded[:, :split].reshape(k.shape), rounded[:, split:].reshape(v.shape)
+
+    def wrote_key_value(self, layer: int) -> None:
+        """The engine stored K and V of a layer in FP4 pages of its own, which :attr:`pool` reads."""
+        self._count(f"{layer}.{Kind.K}")
 
     def route(self, layer: int, chosen: Tensor) -> None:
         """Record the experts ``(T, top_k)`` of an MoE layer."""

@@ -7,15 +7,22 @@ are freed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tracefp4.errors import ConfigError, EngineError
+from tracefp4.formats.numerics import Numerics
+from tracefp4.formats.spec import Spec
 from tracefp4.integrations.engines.options import refuse_options
+from tracefp4.integrations.vllm.pages import row_bytes
 from tracefp4.integrations.vllm.plugin import METHOD, WORKER
 from tracefp4.models.layout import ModelLayout
+
+PAGED = "CUSTOM"
+"""Name under which vLLM knows our attention backend with FP4 pages."""
 
 BLOCK_UNIT = {"cpu": 32, "cuda": 16}
 """Tokens that a block is a multiple of."""
@@ -60,7 +67,28 @@ def block_size(page_size: int, device: str) -> int:
     return -(-page_size // unit) * unit
 
 
-def engine_arguments(folder: Path, told: Arguments, layout: ModelLayout, *, rows: bool = False) -> Any:
+def packs_pages(spec: Spec, device: str, options: Mapping[str, Any]) -> bool:
+    """Whether K and V lie in FP4 pages: on a GPU if the spec quantizes them, on a CPU if :data:`PAGED` is asked for.
+
+    Raises:
+        EngineError: another attention backend for a quantized cache on a GPU, or FP4 pages without one.
+    """
+    asked = str(getattr(options.get("attention_backend"), "name", options.get("attention_backend", ""))).upper()
+    if spec.kv is None:
+        if asked == PAGED:
+            raise EngineError(f"attention backend {PAGED} is an FP4 KV cache, and spec {spec.name!r} has none")
+        return False
+    if device != "cpu" and asked not in ("", PAGED):
+        raise EngineError(
+            f"rollout.options.attention_backend = {asked!r} does not know FP4 pages, which spec {spec.name!r} has on a "
+            f"GPU; leave it out, or use {PAGED!r}"
+        )
+    return device != "cpu" or asked == PAGED
+
+
+def engine_arguments(
+    folder: Path, told: Arguments, layout: ModelLayout, *, rows: bool = False, pages: Numerics | None = None
+) -> Any:
     """``EngineArgs`` for the model in ``folder``.
 
     Args:
@@ -68,12 +96,15 @@ def engine_arguments(folder: Path, told: Arguments, layout: ModelLayout, *, rows
         told: sizes and options.
         layout: of the model.
         rows: whether recorded rows leave by vLLM's side channel for routes, and not by the KV connector.
+        pages: numerics of FP4 pages; ``None``: K and V lie in the model's dtype.
     """
     from vllm.config import KVTransferConfig, WeightTransferConfig
     from vllm.engine.arg_utils import EngineArgs
 
-    width = {"float32": 4}.get(told.dtype, 2)
-    per_block = 2 * len(layout.kv_layers) * layout.kv_heads * layout.head_dim * width * told.block_size
+    token = 2 * layout.kv_heads * layout.head_dim * {"float32": 4}.get(told.dtype, 2)
+    if pages is not None:
+        token = row_bytes(layout.kv_heads, layout.head_dim, pages.block)
+    per_block = len(layout.kv_layers) * token * told.block_size
     values: dict[str, Any] = {
         "model": str(folder),
         "skip_tokenizer_init": True,
@@ -97,6 +128,8 @@ def engine_arguments(folder: Path, told: Arguments, layout: ModelLayout, *, rows
         "disable_log_stats": not rows,
         "seed": 0,
     }
+    if pages is not None:
+        values["attention_backend"] = PAGED
     if rows:
         values["enable_return_routed_experts"] = True
     else:

@@ -8,18 +8,18 @@ Rows leave the model's process in one of two ways (:data:`~.session.Carried`)::
 The first needs scheduler and worker in one process and is what runs on a CPU. The second is made for production:
 asynchronous copies, tensor parallel ranks, frontends elsewhere. It is chosen where the second model runner runs on a
 GPU, and is announced in the capability table.
+
+K and V are read from one of three places: codes kept beside vLLM's cache of rounded values (on a CPU), our FP4 pages
+inside vLLM's cache (:mod:`~.paged`), or vLLM's own NVFP4 pages (:mod:`~.own_pages`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tracefp4.core import Kind
-from tracefp4.errors import EngineError
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.store import Store
@@ -27,19 +27,13 @@ from tracefp4.integrations.engines.recorder import Recorder
 from tracefp4.integrations.engines.settings import EngineSettings, active_settings
 from tracefp4.integrations.engines.weights import Names, skeleton
 from tracefp4.integrations.vllm.arguments import check_layout
+from tracefp4.integrations.vllm.own_pages import read_own_pages
+from tracefp4.integrations.vllm.pages import CachePages, attention_layers, read_pages
 from tracefp4.integrations.vllm.session import Carried, Session, install
 from tracefp4.rollout.pool import StoredKV
 
 SAID: dict[Carried, str] = {"connector": "rows by KV slot", "rows": "rows in vLLM's routed-experts channel"}
 """The same in words, for the capability table."""
-
-
-class UnreadCache:
-    """In place of a pool where vLLM has an FP4 cache of its own, whose pages are not read."""
-
-    def stored(self, layers: Sequence[int], kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Refuse: a plan with K or V was refused before."""
-        raise EngineError(f"layer {layers[0]}: {kind} lies in vLLM's own FP4 cache, which is not read")
 
 
 def told_settings(vllm_config: Any) -> EngineSettings | None:
@@ -59,6 +53,22 @@ def told_settings(vllm_config: Any) -> EngineSettings | None:
 def choose_carried(vllm_config: Any, device: str) -> Carried:
     """The side channel where vLLM has it, the connector elsewhere."""
     return "rows" if device != "cpu" and vllm_config.use_v2_model_runner else "connector"
+
+
+def find_cache(told: EngineSettings, layers: Mapping[int, Any]) -> StoredKV | None:
+    """The pages of vLLM's cache that hold K and V in FP4; ``None`` if codes are kept beside it, or not at all.
+
+    Args:
+        told: settings.
+        layers: vLLM's attention layers.
+    """
+    if told.spec.kv is None:
+        return None
+    if not told.emulate:
+        return CachePages(layers, read_own_pages)
+    if any(hasattr(layer.impl, "plane") for layer in layers.values()):
+        return CachePages(layers, read_pages)
+    return None
 
 
 def make_session(
@@ -81,7 +91,7 @@ def make_session(
     check_layout(names.layout)
     # With the side channel frames are made where outputs are read, and a folder has one writer.
     store: Store = FileStore(told.folder) if carried == "connector" else MemoryStore()
-    pool: StoredKV | None = None if told.emulate or told.spec.kv is None else UnreadCache()
+    pool = find_cache(told, attention_layers(vllm_config))
     recorder = Recorder(
         names.layout,
         told.spec,

@@ -24,7 +24,13 @@ from tracefp4.integrations.engines.settings import EngineSettings
 from tracefp4.integrations.engines.sites import render_sites
 from tracefp4.integrations.engines.weights import Names, skeleton
 from tracefp4.integrations.engines.wire import Failed, Finished, Parcel, Report, Sample
-from tracefp4.integrations.vllm.arguments import ENVIRONMENT, check_options, engine_arguments, read_arguments
+from tracefp4.integrations.vllm.arguments import (
+    ENVIRONMENT,
+    check_options,
+    engine_arguments,
+    packs_pages,
+    read_arguments,
+)
 from tracefp4.integrations.vllm.attach import choose_carried
 from tracefp4.integrations.vllm.reader import FrameReader
 from tracefp4.integrations.vllm.session import recorder, session
@@ -62,13 +68,19 @@ class VLLMBackend:
         self._ended: list[Finished | Failed] = []
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from tracefp4.integrations.vllm.plugin import register
+        from tracefp4.integrations.vllm.plugin import register, take_pages
 
         register()
-        config = engine_arguments(folder, self.told, self._names.layout).create_engine_config()
+        spec = settings.spec
+        pages = spec.kv if packs_pages(spec, self.told.device, self.told.options) else None
+        if pages is not None and self.told.device == "cpu":
+            take_pages()
+        config = engine_arguments(folder, self.told, self._names.layout, pages=pages).create_engine_config()
         rows = choose_carried(config, self.told.device) == "rows"
         if rows:
-            config = engine_arguments(folder, self.told, self._names.layout, rows=True).create_engine_config()
+            config = engine_arguments(
+                folder, self.told, self._names.layout, rows=True, pages=pages
+            ).create_engine_config()
         self._llm: Any = LLMEngine.from_vllm_config(config, disable_log_stats=not rows)
         self._facts = self._rpc("tracefp4_attach")
         self._reader: FrameReader | None = None

@@ -6,7 +6,7 @@ prefix hit, and returned with the output as ``routed_experts`` of shape ``(token
 shape and dtype of a row come from the capturer alone (``shape_per_token``, ``output_dtype``). :class:`TraceCapturer`
 says ``(bytes,)`` and ``uint8``, and a row holds routes and outcomes together::
 
-    [ recorded sites of the plan | ticket: 4 | routes ]
+    [ recorded sites of the plan | ticket: 4 | routes | K and V of the plan, out of the pages ]
 
 Rejected drafts, preemption, tensor parallel ranks and asynchronous copies are then handled as for routes. When a
 request ends, :mod:`tracefp4.integrations.vllm.reader` turns its rows into a frame. The runner needs Triton and a GPU;
@@ -24,6 +24,7 @@ from torch import Tensor
 from tracefp4.errors import GuidanceCorrupt
 from tracefp4.integrations.engines.recorder import Recorder
 from tracefp4.integrations.vllm.attach import make_session, told_settings
+from tracefp4.integrations.vllm.kv_rows import KVRows
 from tracefp4.rollout.capture import Capture
 
 _ORIGINAL = "tracefp4_original"
@@ -76,7 +77,8 @@ class TraceCapturer:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self.shape_per_token = (row_bytes(recorder.step),)
+        self._kv = KVRows(recorder.step)
+        self.shape_per_token = (row_bytes(recorder.step) + self._kv.nbytes,)
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
         """What vLLM's routers call: the experts ``(T, top_k)`` of a decoder layer."""
@@ -84,7 +86,11 @@ class TraceCapturer:
 
     def snapshot_routing_data(self, num_tokens: int) -> Tensor:
         """A copy of the step's rows, taken on the main stream."""
-        return pack_rows(self._recorder.step, num_tokens)
+        rows, cached = pack_rows(self._recorder.step, num_tokens), self._recorder.cached
+        if not self._kv.nbytes:
+            return rows
+        kv = self._kv.pack(self._recorder.pool, None if cached is None else cached[:num_tokens])
+        return torch.cat([rows, kv], dim=1)
 
 
 def install_capturer(worker: Any) -> None:

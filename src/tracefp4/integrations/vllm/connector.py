@@ -25,6 +25,7 @@ from tracefp4.errors import EngineError
 from tracefp4.integrations.engines.recorder import Collected
 from tracefp4.integrations.vllm.plugin import METHOD
 from tracefp4.integrations.vllm.session import session
+from tracefp4.rollout.attend import slots_of_pages
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -107,8 +108,7 @@ def slots_of(blocks: Sequence[int], block_size: int, rows: int) -> torch.Tensor:
     """
     if len(blocks) * block_size < rows:
         raise EngineError(f"{len(blocks)} blocks of {block_size} tokens do not hold {rows} rows")
-    ids = torch.tensor(blocks, dtype=torch.int64)
-    return (ids.unsqueeze(1) * block_size + torch.arange(block_size)).flatten()[:rows]
+    return slots_of_pages(torch.tensor(blocks, dtype=torch.int64), block_size)[:rows]
 
 
 def describe(found: Collected, preemptions: int) -> dict[str, Any]:

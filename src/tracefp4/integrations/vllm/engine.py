@@ -53,10 +53,10 @@ class VLLMEngine(HostedEngine):
         check_layout(self.layout)
         if self._device.type == "cpu" and self.layout.head_dim not in HEAD_SIZES:
             raise EngineError(f"heads of width {self.layout.head_dim}: vLLM's CPU attention has {HEAD_SIZES}")
-        if self._device.type != "cpu" and spec.kv is not None:
+        if spec.kv is not None and self.layout.v_head_dim != self.layout.head_dim:
             raise EngineError(
-                f"spec {spec.name!r}: the FP4 KV cache is emulated in vLLM's CPU attention only; use a spec without "
-                "kv4, device = 'cpu', or engine 'embedded'"
+                f"heads of width {self.layout.head_dim} for K and {self.layout.v_head_dim} for V: an FP4 KV cache in "
+                "vLLM holds one width; use a spec without kv4, or engine 'embedded'"
             )
 
     def arguments(self, settings: EngineConfig) -> dict[str, Any]:

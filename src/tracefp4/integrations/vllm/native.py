@@ -7,15 +7,17 @@ here, and the table says so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tracefp4.core import Kind
+from tracefp4.core import EXPERT_KINDS, Kind
 from tracefp4.formats.spec import Spec
 from tracefp4.guidance.plan import Plan
 from tracefp4.integrations.engines.sites import CACHE, observed_lines, path_lines
 from tracefp4.integrations.engines.wire import SiteLine, State
 from tracefp4.integrations.vllm.binding import find
+from tracefp4.integrations.vllm.own_pages import DTYPE
 
 _LAYERS = "vllm.model_executor.layers"
 _MOE = f"{_LAYERS}.fused_moe"
@@ -113,9 +115,17 @@ def native_lines() -> list[SiteLine]:
     """The table of vLLM's own paths."""
     lines = [line for path in PATHS for line in path_lines(path.name, bool(path.hooks), path.middle, path.note)]
     for kind in (Kind.K, Kind.V):
-        note = "codes and scales lie in the cache's pages, V swizzled for trtllm-gen attention; they are not read"
-        lines.append(SiteLine(str(kind), CACHE, False, False, "not bound", note))
+        note = "read from the cache's pages"
+        if kind == Kind.V:
+            note += "; scales that TRT-LLM's attention wants moved are put back (SM100)"
+        lines.append(SiteLine(str(kind), CACHE, True, True, "expected, not run", note))
     return lines
+
+
+def cache_type(layers: Mapping[int, Any]) -> str:
+    """``--kv-cache-dtype`` of attention layers, the first one that is FP4 if they differ."""
+    types = [str(layer.kv_cache_dtype) for layer in layers.values()]
+    return next((name for name in types if name == DTYPE), types[0] if types else "")
 
 
 def running_path(method: Any) -> str:
@@ -131,21 +141,27 @@ def available() -> list[str]:
     return [hook.target for hook in HOOKS if find(hook.target) is not None]
 
 
-def observed(running: str) -> list[SiteLine]:
-    """The table of a process whose own kernels compute, on the path ``running``."""
+def observed(running: str, cache: str = DTYPE) -> list[SiteLine]:
+    """The table of a process whose own kernels compute, on the path ``running`` and with a cache of type ``cache``."""
     bound = available()
     missing = {path.name for path in PATHS if any(hook.target not in bound for hook in path.hooks)}
-    return observed_lines(native_lines(), running, missing)
+    lines = observed_lines(native_lines(), running, missing)
+    if cache == DTYPE:
+        return lines
+    state: State = "not bound" if cache.startswith(DTYPE) else "not quantized"
+    path, note = f"--kv-cache-dtype {cache}", f"guidance needs --kv-cache-dtype {DTYPE}"
+    return [SiteLine(x.site, path, False, False, state, note) if x.path == CACHE else x for x in lines]
 
 
-def site_table(spec: Spec, plan: Plan | None, device: str, carried: str = "") -> list[SiteLine]:
+def site_table(spec: Spec, plan: Plan | None, device: str, carried: str = "", *, paged: bool = False) -> list[SiteLine]:
     """What this process records in our own arithmetic.
 
     Args:
         spec: what is quantized.
         plan: what is recorded.
-        device: of the model. K and V are rounded by our attention backend, which there is for a CPU only.
+        device: of the model.
         carried: how rows leave the model's process, for people.
+        paged: whether K and V lie in FP4 pages, instead of as rounded values with codes beside them.
     """
     planned = set() if plan is None else set(plan.kinds)
     lines = []
@@ -156,6 +172,7 @@ def site_table(spec: Spec, plan: Plan | None, device: str, carried: str = "") ->
             continue
         state = "recorded" if kind in planned else "not planned"
         run = state if device == "cpu" else "expected, not run"
-        note = "; ".join(part for part in (numerics.name, carried) if part)
+        where = "" if kind in EXPERT_KINDS else "FP4 pages" if paged else "rounded values, codes beside them"
+        note = "; ".join(part for part in (numerics.name, where, carried) if part)
         lines.append(SiteLine(str(kind), "emulation", True, True, run, note))
     return lines

@@ -1,7 +1,8 @@
 """Entry point of ``vllm.general_plugins``: vLLM calls it once in each of its processes.
 
 Everything registered here sleeps until a model is loaded with ``quantization_config.quant_method = "tracefp4"``; the
-attention backend, which takes the name of the CPU's own, behaves as that does for every other model.
+attention backend that takes the name of the CPU's own behaves as that does for every other model, and the one with FP4
+pages, ``CUSTOM``, has to be asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from tracefp4.integrations.engines.settings import active_settings
 METHOD = "tracefp4"
 """Name of the quantization method, the load format, the connector and the weight transfer backend."""
 BACKEND = "tracefp4.integrations.vllm.attention.TraceAttentionBackend"
+"""Rounds K and V on their way into vLLM's cache on a CPU."""
+PAGES = "tracefp4.integrations.vllm.paged.PagedBackend"
+"""Keeps K and V in FP4 pages, on any device."""
 WORKER = "tracefp4.integrations.vllm.worker.TraceWorker"
 """Worker extension; the ``worker_extension_cls`` of the engine arguments."""
 
@@ -29,7 +33,9 @@ def register() -> None:
 
     register_quantization_config(METHOD)(TraceConfig)
     register_model_loader(METHOD)(TraceLoader)
-    register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    if not AttentionBackendEnum.CPU_ATTN.is_overridden():  # Called again, it leaves what take_pages chose.
+        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    register_backend(AttentionBackendEnum.CUSTOM, PAGES)
     if METHOD not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(METHOD, "tracefp4.integrations.vllm.connector", "TraceConnector")
     if METHOD not in WeightTransferEngineFactory._registry:
@@ -38,6 +44,13 @@ def register() -> None:
     settings = active_settings()
     if settings is not None and not settings.emulate:
         _observe()
+
+
+def take_pages() -> None:
+    """Let vLLM on a CPU, which has one attention backend and asks for no other, take FP4 pages."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CPU_ATTN, PAGES)
 
 
 def _carry_rows() -> None:

@@ -19,7 +19,8 @@ from tracefp4.formats.spec import Spec
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.store import Store
 from tracefp4.integrations.engines.recorder import Collected, Shipping
-from tracefp4.integrations.vllm.capturer import unpack_rows
+from tracefp4.integrations.vllm.capturer import row_bytes, unpack_rows
+from tracefp4.integrations.vllm.kv_rows import KVRows
 from tracefp4.models.layout import ModelLayout
 from tracefp4.rollout.admission import recorded_shapes, stored_plan
 from tracefp4.rollout.capture import Capture
@@ -70,6 +71,13 @@ class FrameReader:
             )
         bits = 4 if self._plan is None else self._plan.bits
         capture = Capture(self._layout, self._shapes, bits, count, torch.device("cpu"))
-        unpack_rows(torch.from_numpy(rows.copy()), capture)
+        data, kv = torch.from_numpy(rows.copy()), KVRows(capture)
+        if data.ndim != 2 or data.shape[1] != row_bytes(capture) + kv.nbytes:
+            raise GuidanceCorrupt(
+                f"rows of shape {tuple(data.shape)}; this plan has {row_bytes(capture) + kv.nbytes} bytes each"
+            )
+        own, carried = data.split([row_bytes(capture), kv.nbytes], dim=1)
+        unpack_rows(own, capture)
+        pool = kv.unpack(carried) if kv.nbytes else None
         shipping = Shipping(self._plan if guidance else None, self._spec, self._store, self._epoch, self.version)
-        return shipping.collect(capture, None, torch.arange(count), tokens, key)
+        return shipping.collect(capture, pool, torch.arange(count), tokens, key)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tracefp4.core import KV_KINDS
 from tracefp4.errors import EngineError
 from tracefp4.integrations.engines.settings import EngineSettings
 from tracefp4.integrations.engines.sites import check_plan
@@ -18,10 +19,13 @@ from tracefp4.integrations.engines.weights import Served
 from tracefp4.integrations.engines.wire import SiteLine
 from tracefp4.integrations.vllm.attach import SAID, make_session, told_settings
 from tracefp4.integrations.vllm.experts import WEIGHTS, layer_of
-from tracefp4.integrations.vllm.native import observed, running_path, site_table
+from tracefp4.integrations.vllm.native import cache_type, observed, running_path, site_table
+from tracefp4.integrations.vllm.own_pages import check_own_pages
+from tracefp4.integrations.vllm.pages import attention_layers
 from tracefp4.integrations.vllm.rewind import mark_generators
 from tracefp4.integrations.vllm.session import Session, install, installed, session
 from tracefp4.integrations.vllm.stored import stored_experts
+from tracefp4.rollout.admission import recorded_shapes
 
 
 class TraceWorker:
@@ -57,6 +61,7 @@ class TraceWorker:
         found.experts = _experts(model)
         found.sites = self._sites(told, found, model)
         check_plan(told.plan, found.sites, observed=not told.emulate)
+        self._check_cache(told, found)
         self.tracefp4_hooks = _watch(model, found, self.model_runner)
         return {
             "vllm": __version__,
@@ -69,10 +74,19 @@ class TraceWorker:
 
     def _sites(self, told: EngineSettings, found: Session, model: nn.Module) -> list[SiteLine]:
         """The capability table of what runs."""
+        layers = attention_layers(self.vllm_config)
         if not told.emulate:
             methods = [method for _, method in _experts_modules(model).values()]
-            return observed(running_path(methods[0]) if methods else "")
-        return site_table(told.spec, told.plan, found.recorder.device.type, SAID[found.carried])
+            return observed(running_path(methods[0]) if methods else "", cache_type(layers))
+        paged = any(hasattr(layer.impl, "plane") for layer in layers.values())
+        return site_table(told.spec, told.plan, found.recorder.device.type, SAID[found.carried], paged=paged)
+
+    def _check_cache(self, told: EngineSettings, found: Session) -> None:
+        """Refuse pages of vLLM's own that a plan with K or V cannot be read from."""
+        shapes = recorded_shapes(found.names.layout, told.spec, told.plan)
+        wanted = sorted({shape.site.layer for shape in shapes if shape.site.kind in KV_KINDS})
+        if not told.emulate and wanted and told.spec.kv is not None:
+            check_own_pages(attention_layers(self.vllm_config), wanted, told.spec.kv)
 
     def tracefp4_digest(self) -> str:
         """Checksum of the served weights; the trainer's :func:`~tracefp4.models.packing.model_digest` is equal."""
@@ -131,14 +145,12 @@ def _watch(model: nn.Module, found: Session, runner: Any) -> list[Any]:
         mappings: Any = get_forward_context().slot_mapping
         if not mappings:
             return  # A profiling run, which writes no KV.
-        positions, tokens = kwargs["positions"], kwargs["input_ids"]
-        if found.carried == "rows":
-            # Rows are in the order of the batch; vLLM's snapshot takes as many as are real.
-            slots = torch.arange(positions.shape[0], device=recorder.device)
-        else:
-            slots = next(iter(mappings.values()))
+        positions, tokens, cached = kwargs["positions"], kwargs["input_ids"], next(iter(mappings.values()))
+        # The channel's rows are in the order of the batch; vLLM's snapshot takes as many as are real.
+        lines = torch.arange(positions.shape[0], device=recorder.device)
+        slots = lines if found.carried == "rows" else cached
         count = slots.numel()
-        recorder.begin(slots, positions[:count], tokens[:count])
+        recorder.begin(slots, positions[:count], tokens[:count], cached)
         if cpu:
             mark_generators(runner)
 
