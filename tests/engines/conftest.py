@@ -31,8 +31,10 @@ SIZES: dict[str, dict[str, Any]] = {
     # Optimistic, so that it admits more than fits and has to retract.
     "sglang": {"page_size": 1, "options": {"schedule_conservativeness": 0.0}},
     "vllm": {"page_size": 32},
+    # The attention backend that a GPU gets, in plain torch.
+    "vllm, FP4 pages": {"page_size": 32, "options": {"attention_backend": "CUSTOM"}},
 }
-"""What engines need besides the common sizes."""
+"""What engines need besides the common sizes. What follows a comma tells variants of an engine apart."""
 
 
 @dataclass
@@ -80,16 +82,17 @@ def cpu_harness() -> Iterator[None]:
         os.environ["PYTHONPATH"] = before
 
 
-ENGINES = ["embedded", *(pytest.param(name, marks=pytest.mark.engine) for name in ("sglang", "vllm"))]
+ENGINES = ["embedded", *(pytest.param(name, marks=pytest.mark.engine) for name in SIZES if name != "embedded")]
 
 
 @contextmanager
 def started(name: str, spec: Spec, dtype: torch.dtype) -> Iterator[Bench]:
     """An engine on the tiny model, with whole codes of every site recorded."""
+    variant, name = name, name.partition(",")[0]
     if not _installed(name):
         pytest.skip(f"engine {name!r} is not installed here")
     build, store = {"seed": 3, "dtype": dtype}, MemoryStore()
-    sizes = {"max_tokens": 512, "max_batch": 8, "prefill_chunk": 32} | SIZES[name]
+    sizes = {"max_tokens": 512, "max_batch": 8, "prefill_chunk": 32} | SIZES[variant]
     engine = make_engine(
         name,
         model=tiny_model("qwen3_moe", **build),
