@@ -29,6 +29,7 @@ from tracefp4.integrations.vllm.binding import bind, find
 from tracefp4.integrations.vllm.capturer import TraceCapturer, install_capturer, pack_rows, row_bytes, unpack_rows
 from tracefp4.integrations.vllm.native import EXPERTS, HOOKS, LOADED, PATHS, native_lines, running_path, site_table
 from tracefp4.integrations.vllm.observe import Watch, requantize
+from tracefp4.integrations.vllm.own_pages import read_own_pages
 from tracefp4.integrations.vllm.reader import FrameReader
 from tracefp4.integrations.vllm.rewind import RewindingGenerator, mark_generators
 from tracefp4.models.layout import describe
@@ -132,7 +133,8 @@ def test_a_layer_tells_its_path_and_only_that_is_shown(monkeypatch, backend, per
     lines = native.observed(path)
     assert {line.path for line in lines} == {path, "--kv-cache-dtype nvfp4"}
     monkeypatch.setattr(native, "available", list)
-    assert {line.state for line in native.observed(path)} <= {"not bound", "fused away"}
+    experts = {line.state for line in native.observed(path) if line.path != "--kv-cache-dtype nvfp4"}
+    assert experts <= {"not bound", "fused away"}
     with pytest.raises(EngineError, match="does not show here"):
         check_plan(Plan.parse("r1-all:experts"), native.observed(path))
 
@@ -331,6 +333,19 @@ def test_rows_pass_through_vllms_own_store_and_a_prefix_hit_finds_them(monkeypat
     assert bytes(store.get(two.guidance)) == bytes(store.get(by_slot(store, ((0, 4), (4, 6))).guidance))
 
 
+def own_attention(name):
+    """A layer of vLLM's with NVFP4 pages of its own, as far as it is looked at."""
+    attention = importlib.import_module("vllm.model_executor.layers.attention").Attention
+    layer = attention.__new__(attention)
+    torch.nn.Module.__init__(layer)
+    layer.layer_name, layer.kv_cache_dtype, layer._k_scale_float, layer._v_scale_float = name, "nvfp4", 1.0, 1.0
+    layer.impl = types.SimpleNamespace(
+        num_kv_heads=LAYOUT.kv_heads, head_size=LAYOUT.head_dim, nvfp4_fa2=True, is_kvcache_nvfp4=True
+    )
+    layer.kv_cache = torch.zeros(4, 2 * LAYOUT.kv_heads, 16, LAYOUT.head_dim // 2 + 2, dtype=torch.uint8)
+    return layer
+
+
 @needs_vllm
 @pytest.mark.engine
 def test_a_watched_model_is_recorded_from_the_capturer_to_the_frame(tmp_path, monkeypatch):
@@ -341,15 +356,17 @@ def test_a_watched_model_is_recorded_from_the_capturer_to_the_frame(tmp_path, mo
 
     folder = tmp_path / "model"
     tiny_model("qwen3_moe").save_pretrained(folder)
-    spec, plan = get_spec("nvfp4-w4a4", "nvfp4-flashinfer-fast"), Plan.parse("r1-all:experts+mid")
+    spec, plan = get_spec("nvfp4-w4a4-kv4", "nvfp4-flashinfer-fast"), Plan.parse("r1-all+mid")
     settings = EngineSettings(
         model=str(folder), folder=str(tmp_path / "frames"), deployed=dump_spec(spec), planned=str(plan), emulate=False
     )
     (tmp_path / "frames").mkdir()
     settings.write(tmp_path / "settings.json")
     monkeypatch.setenv(VARIABLE, str(tmp_path / "settings.json"))
+    attention = {f"model.layers.{layer}.attn": own_attention(f"model.layers.{layer}.attn") for layer in (0, 1)}
     config = types.SimpleNamespace(
         quant_config=None,
+        compilation_config=types.SimpleNamespace(static_forward_context=attention),
         device_config=types.SimpleNamespace(device="cpu"),
         cache_config=types.SimpleNamespace(block_size=16),
         scheduler_config=types.SimpleNamespace(max_num_batched_tokens=8),
@@ -381,6 +398,11 @@ def test_a_watched_model_is_recorded_from_the_capturer_to_the_frame(tmp_path, mo
                         watch.quantize_input(
                             moe_kernel_quantize_input, x, torch.ones(1), "nvfp4", False, quantization_emulation=True
                         )
+            for layer in attention.values():  # As vLLM's store kernel: bytes of K and V into the slots of the batch.
+                slots = context.slot_mapping["layer"]
+                layer.kv_cache[slots.clamp(min=0) // 16, :, slots % 16] = torch.randint(
+                    0, 127, (len(slots), 2 * LAYOUT.kv_heads, 18), dtype=torch.uint8
+                )
 
     model = Model()
     runner = types.SimpleNamespace(
@@ -398,14 +420,18 @@ def test_a_watched_model_is_recorded_from_the_capturer_to_the_frame(tmp_path, mo
         assert facts["carried"] == "rows"
         sites = {line.site: (line.path, line.state) for line in sessions.session().sites}
         assert sites["experts_mid"] == ("emulation", "expected, not run")
-        assert sites["k"] == ("--kv-cache-dtype nvfp4", "not bound")
+        assert sites["k"] == ("--kv-cache-dtype nvfp4", "expected, not run")
         rows = []
         for first, last in ((0, 4), (4, 6)):
             # vLLM pads a batch; what lies behind the real tokens is not taken.
             tokens = torch.tensor([*TOKENS[first:last], 0, 0])
-            context.slot_mapping = {"layer": torch.full((len(tokens),), -1)}
+            slots = torch.tensor([*range(18 + first, 18 + last), -1, -1])
+            context.slot_mapping = {"layer": slots}
             model(input_ids=tokens, positions=torch.arange(first, first + len(tokens)))
             rows.append(made.snapshot_routing_data(last - first).numpy())
+        codes, scales = read_own_pages(attention["model.layers.1.attn"], Kind.V, torch.arange(18, 24))
+        for layer in attention.values():
+            layer.kv_cache.zero_()  # Its blocks are another request's by the time the output is read.
         backend = hosted.VLLMBackend.__new__(hosted.VLLMBackend)
         store = sessions.session().store
         backend._reader = FrameReader(LAYOUT, spec, plan, store)
@@ -418,7 +444,10 @@ def test_a_watched_model_is_recorded_from_the_capturer_to_the_frame(tmp_path, mo
         found, preemptions = backend._collected(running, output)
         assert (found.invalid_rows, found.rows, preemptions) == (0, 6, 2)
         record = decode(store.get(found.guidance))
-        assert len(record.sites) == 2 * len(LAYOUT.moe_layers)
+        assert len(record.sites) == 4 * len(LAYOUT.moe_layers)
+        outcome = record.sites[Site(1, Kind.V)].outcome()
+        assert torch.equal(outcome.low.view(6, 2, 32), e2m1.unpack(codes) & 1)
+        assert torch.equal(outcome.scales.view(scales.shape), scales)
         assert found.routes[:, 0].tolist() == [[5, 0]] * 6
         output.outputs[0].routed_experts = None
         assert backend._collected(running, output) is None
