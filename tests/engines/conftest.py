@@ -130,6 +130,12 @@ def mx_engine(request: pytest.FixtureRequest, cpu_harness: None) -> Any:
 
 
 @pytest.fixture
+def compared(cpu_harness: None) -> Any:
+    """Starts an engine by name, in float32."""
+    return lambda name: started(name, get_spec("nvfp4-w4a4-kv4"), torch.float32)
+
+
+@pytest.fixture
 def served(bench: Bench) -> Bench:
     """The engine with the weights of ``bench.model`` and nothing in the store."""
     bench.store.clear()
