@@ -127,6 +127,7 @@ def engine_arguments(
         # The channel's frames learn of preemptions from vLLM's statistics.
         "disable_log_stats": not rows,
         "seed": 0,
+        "async_scheduling": False,
     }
     if pages is not None:
         values["attention_backend"] = PAGED

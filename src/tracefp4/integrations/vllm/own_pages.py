@@ -84,13 +84,14 @@ def _views(cache: Tensor, heads: int, width: int, side: int) -> tuple[Tensor, Te
     return part(codes, start), part(scales, start + heads * tokens * codes)
 
 
-def check_own_pages(layers: Mapping[int, Any], wanted: Iterable[int], numerics: Numerics) -> None:
+def check_own_pages(layers: Mapping[int, Any], wanted: Iterable[int], numerics: Numerics, heads: int) -> None:
     """Refuse pages that a plan cannot be read from.
 
     Args:
         layers: vLLM's attention layers.
         wanted: layers of which the plan records K or V.
         numerics: of the spec's KV cache.
+        heads: KV heads of the model.
 
     Raises:
         EngineError: saying what differs.
@@ -102,6 +103,11 @@ def check_own_pages(layers: Mapping[int, Any], wanted: Iterable[int], numerics: 
         if layer is None or not has_own_pages(layer) or layer.kv_cache_dtype != DTYPE:
             held = "no cache" if layer is None else f"a cache of type {layer.kv_cache_dtype!r}"
             raise EngineError(f"layer {index} has {held} in vLLM, the plan records K and V of type {DTYPE!r}")
+        if layer.impl.num_kv_heads != heads:
+            raise EngineError(
+                f"layer {index} has {layer.impl.num_kv_heads} of {heads} KV heads on this rank; a plan with K and V "
+                "needs all of them in one process: set tensor_parallel_size to 1"
+            )
         for name in ("k", "v"):
             scale = float(getattr(layer, f"_{name}_scale_float"))
             if scale != numerics.constant:

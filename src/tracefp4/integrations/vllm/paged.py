@@ -1,10 +1,10 @@
 """The attention backend with FP4 pages: K and V are rounded into vLLM's cache and read from there, in both phases.
 
 On a GPU it is vLLM's backend ``CUSTOM``, chosen when the spec quantizes K and V. Pages are 4-bit ones
-(:mod:`tracefp4.integrations.vllm.pages`), four and a half bits a value in all, and attention is the embedded engine's:
-Triton kernels that widen codes in registers where they take the model's heads, else gathering and dequantizing in plain
-torch, on the same device and from the same pages. Nothing waits for the device: lengths of prompts are known on the
-host, and a decode step needs none.
+(:mod:`tracefp4.integrations.vllm.pages`), and attention is the embedded engine's: Triton kernels that widen codes in
+registers where they take the model's heads, else gathering and dequantizing in plain torch, on the same device and from
+the same pages. Nothing waits for the device: lengths of prompts are known on the host, and a decode step needs none.
+On a CPU vLLM takes it when it is asked for, so that what a GPU gets runs in the suite.
 
 vLLM puts requests with one new token first in a batch; they make one decode call, whatever their number. The others
 are taken one after the other. Slots below 0 are padding and write to block 0, which vLLM gives to no request.

@@ -1,7 +1,7 @@
 """FP4 pages inside vLLM's KV cache: what our attention backend writes, and where guidance of K and V is read.
 
 vLLM allocates blocks of bytes and asks the attention backend what a token takes in them. Ours answers: one row for all
-heads, codes first, then scales, padded to 16 bytes so that kernels can load wide::
+heads, codes first, then scales, padded to 32 bytes so that kernels can load wide::
 
     [ codes of K and V: heads * head_dim | scales: 2 * heads * head_dim / block | padding ]
 
@@ -23,7 +23,7 @@ from tracefp4.errors import EngineError
 from tracefp4.formats.numerics import Numerics
 from tracefp4.rollout.plane import KVFormat, KVPlane
 
-ALIGN = 16
+ALIGN = 32
 """Bytes that a row is a multiple of."""
 
 

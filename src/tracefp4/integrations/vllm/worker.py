@@ -83,10 +83,11 @@ class TraceWorker:
 
     def _check_cache(self, told: EngineSettings, found: Session) -> None:
         """Refuse pages of vLLM's own that a plan with K or V cannot be read from."""
-        shapes = recorded_shapes(found.names.layout, told.spec, told.plan)
+        layout = found.names.layout
+        shapes = recorded_shapes(layout, told.spec, told.plan)
         wanted = sorted({shape.site.layer for shape in shapes if shape.site.kind in KV_KINDS})
         if not told.emulate and wanted and told.spec.kv is not None:
-            check_own_pages(attention_layers(self.vllm_config), wanted, told.spec.kv)
+            check_own_pages(attention_layers(self.vllm_config), wanted, told.spec.kv, layout.kv_heads)
 
     def tracefp4_digest(self) -> str:
         """Checksum of the served weights; the trainer's :func:`~tracefp4.models.packing.model_digest` is equal."""
