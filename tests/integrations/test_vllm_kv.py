@@ -25,7 +25,7 @@ from tracefp4.integrations.engines.recorder import Recorder
 from tracefp4.integrations.engines.settings import VARIABLE, EngineSettings, dump_spec
 from tracefp4.integrations.engines.sites import CACHE, check_plan
 from tracefp4.integrations.vllm import native
-from tracefp4.integrations.vllm.arguments import packs_pages
+from tracefp4.integrations.vllm.arguments import engine_arguments, packs_pages, read_arguments
 from tracefp4.integrations.vllm.attach import find_cache
 from tracefp4.integrations.vllm.capturer import TraceCapturer
 from tracefp4.integrations.vllm.native import HOOKS, cache_type, native_lines, observed, site_table
@@ -471,6 +471,22 @@ def test_vllm_allocates_pages_that_a_plane_fits_over(settings, layout):
     assert torch.equal(plane.codes[2 * 32 + 5], caches[1][2, 0, 5, : form.code_bytes])
     with pytest.raises(EngineError, match="FP4 pages hold one"):
         PagedBackend.customize_spec(dataclasses.replace(whole, head_size_v=32))
+
+
+@needs_vllm
+@pytest.mark.engine
+def test_vllm_is_asked_for_pages_and_for_no_more_memory_than_they_take(settings, tmp_path):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from tracefp4.integrations.vllm.paged import PagedBackend
+
+    sizes = {"block_size": 16, "blocks": 10, "max_batch": 4, "prefill_chunk": 32, "max_length": 160}
+    asked = read_arguments({"dtype": "bfloat16", "device": "cuda", **sizes})
+    plain, pages = (engine_arguments(tmp_path, asked, WIDE, pages=kv) for kv in (None, SPEC.kv))
+    assert (plain.attention_backend, pages.attention_backend) == (None, "CUSTOM")
+    whole = FullAttentionSpec(block_size=16, num_kv_heads=LAYOUT.kv_heads, head_size=64, dtype=torch.bfloat16)
+    for made, spec in ((plain, whole), (pages, PagedBackend.customize_spec(whole))):
+        assert made.kv_cache_memory_bytes == 11 * len(LAYOUT.kv_layers) * spec.page_size_bytes
 
 
 @needs_vllm

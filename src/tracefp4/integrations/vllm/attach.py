@@ -28,7 +28,7 @@ from tracefp4.integrations.engines.settings import EngineSettings, active_settin
 from tracefp4.integrations.engines.weights import Names, skeleton
 from tracefp4.integrations.vllm.arguments import check_layout
 from tracefp4.integrations.vllm.own_pages import read_own_pages
-from tracefp4.integrations.vllm.pages import CachePages, attention_layers, read_pages
+from tracefp4.integrations.vllm.pages import CachePages, attention_layers, has_pages, read_pages
 from tracefp4.integrations.vllm.session import Carried, Session, install
 from tracefp4.rollout.pool import StoredKV
 
@@ -66,7 +66,7 @@ def find_cache(told: EngineSettings, layers: Mapping[int, Any]) -> StoredKV | No
         return None
     if not told.emulate:
         return CachePages(layers, read_own_pages)
-    if any(hasattr(layer.impl, "plane") for layer in layers.values()):
+    if any(map(has_pages, layers.values())):
         return CachePages(layers, read_pages)
     return None
 

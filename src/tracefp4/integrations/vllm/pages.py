@@ -71,6 +71,11 @@ def plane_of(cache: Tensor, form: KVFormat) -> KVPlane:
     return KVPlane(form, codes, rows[:, form.code_bytes : used])
 
 
+def has_pages(layer: Any) -> bool:
+    """Whether an attention layer of vLLM keeps K and V in our pages."""
+    return hasattr(layer.impl, "plane")
+
+
 def read_pages(layer: Any, kind: Kind, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Packed codes and scale bytes of some slots of an attention layer with our pages; see :class:`CachePages`."""
     return layer.impl.plane(layer.kv_cache).stored(kind, slots)

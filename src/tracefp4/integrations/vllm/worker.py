@@ -21,7 +21,7 @@ from tracefp4.integrations.vllm.attach import SAID, make_session, told_settings
 from tracefp4.integrations.vllm.experts import WEIGHTS, layer_of
 from tracefp4.integrations.vllm.native import cache_type, observed, running_path, site_table
 from tracefp4.integrations.vllm.own_pages import check_own_pages
-from tracefp4.integrations.vllm.pages import attention_layers
+from tracefp4.integrations.vllm.pages import attention_layers, has_pages
 from tracefp4.integrations.vllm.rewind import mark_generators
 from tracefp4.integrations.vllm.session import Session, install, installed, session
 from tracefp4.integrations.vllm.stored import stored_experts
@@ -78,7 +78,7 @@ class TraceWorker:
         if not told.emulate:
             methods = [method for _, method in _experts_modules(model).values()]
             return observed(running_path(methods[0]) if methods else "", cache_type(layers))
-        paged = any(hasattr(layer.impl, "plane") for layer in layers.values())
+        paged = any(map(has_pages, layers.values()))
         return site_table(told.spec, told.plan, found.recorder.device.type, SAID[found.carried], paged=paged)
 
     def _check_cache(self, told: EngineSettings, found: Session) -> None:
