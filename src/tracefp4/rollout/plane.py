@@ -177,7 +177,7 @@ class KVPlane:
         n = self.format.numerics
         if not self.format.for_kernels or n is None:
             return codes, scales
-        return e2m1.pack(words.from_words(codes)), words.restore(scales) if n.scale_format == "e4m3" else scales
+        return words.to_packed(codes), words.restore(scales) if n.scale_format == "e4m3" else scales
 
 
 def dequantize_packed(packed: Tensor, scales: Tensor, numerics: Numerics, dtype: torch.dtype) -> Tensor:
