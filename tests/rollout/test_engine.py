@@ -14,6 +14,7 @@ from tracefp4.guidance.plan import Plan
 from tracefp4.models.tiny import VOCAB, tiny_model
 from tracefp4.rollout.embedded import HOLD_STEPS, EmbeddedEngine
 from tracefp4.rollout.registry import engine_names, make_engine
+from tracefp4.rollout.runner import Flight, Runner
 
 
 class Letters:
@@ -141,6 +142,68 @@ def test_abort_leaves_nothing(make_bench, make_request, family, steps):
     assert bench.store.keys() == (finished[0].guidance.key,)
     with pytest.raises(EngineError, match="no request 'goes'"):
         engine.abort("goes")
+
+
+def _same(a, b) -> None:
+    """Equal in every bit: the arithmetic is the same, only its order in time is not."""
+    assert [(r.request_id, r.sample, r.response_ids, r.logprobs, r.finish_reason) for r in a] == [
+        (r.request_id, r.sample, r.response_ids, r.logprobs, r.finish_reason) for r in b
+    ]
+    assert all(torch.equal(x.routes, y.routes) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("limits", [{}, {"max_batch": 3}, {"max_tokens": 64}], ids=["roomy", "few rows", "few pages"])
+def test_looking_ahead_changes_nothing(make_bench, make_request, family, limits):
+    """Ends by length and by a stop token, admission while others decode, retraction."""
+    requests = [make_request(n, 4 + 3 * i, samples=2, max_new_tokens=14 - 3 * i) for i, n in enumerate("abcd")]
+    plain = make_bench(family, overlap=False, **limits)
+    first = plain.engine.generate(requests)
+    stop = first[0].response_ids[4]
+    requests = [replace(r, sampling=replace(r.sampling, stop_token_ids=(stop,))) for r in requests]
+    expected = plain.engine.generate(requests)
+    assert {r.finish_reason for r in expected} == {"stop", "length"}
+    ahead = make_bench(family, overlap=True, **limits)
+    _same(ahead.engine.generate(requests), expected)
+    again = ahead.engine.generate(requests)
+    _same(again, expected)
+    for one, other in zip(again, expected, strict=True):
+        a, b = ahead.record(one), plain.record(other)
+        assert a.valid.all() and b.valid.all()
+        for site in b.sites:
+            assert torch.equal(a.sites[site].planes, b.sites[site].planes)
+            assert torch.equal(a.sites[site].scales, b.sites[site].scales)
+    assert_empty(ahead.engine)
+    assert ahead.engine.stats.decode_tokens == plain.engine.stats.decode_tokens - sum(
+        len(r.response_ids) - 1 for r in first
+    ) + sum(len(r.response_ids) - 1 for r in expected)
+
+
+def test_the_next_step_is_launched_before_the_last_one_lands(make_bench, make_request, monkeypatch):
+    order = []
+    launch, land = Runner.launch, Flight.land
+    monkeypatch.setattr(Runner, "launch", lambda self, *a: order.append("launch") or launch(self, *a))
+    monkeypatch.setattr(Flight, "land", lambda self: order.append("land") or land(self))
+    make_bench(overlap=True).engine.generate([make_request("a", 4, max_new_tokens=5)])
+    # The first landing is that of the token after the prompt; the last step is not followed by another.
+    assert order == ["land", "launch", "launch", "land", "launch", "land", "launch", "land", "land"]
+
+
+def test_a_request_can_be_given_up_while_its_step_is_in_flight(make_bench, make_request):
+    engine = make_bench(overlap=True, max_tokens=1024).engine
+    stays, goes = make_request("stays", 5, max_new_tokens=12), make_request("goes", 5, max_new_tokens=12)
+    engine.add(goes)
+    engine.add(stays)
+    for _ in range(4):
+        assert engine.step() == []
+    (dropped,) = engine.abort("goes")
+    assert dropped.finish_reason == "abort" and len(dropped.response_ids) == 4
+    finished = []
+    while engine.busy:
+        finished += engine.step()
+    (expected,) = make_bench(overlap=False).engine.generate([stays])
+    assert_close(finished[0], expected)
+    assert_empty(engine)
 
 
 def _steps_until(engine, count: int) -> list[int]:

@@ -7,6 +7,10 @@ One step, which is everything that ever happens::
     scheduler.decode    every running sequence gets a slot for its newest token, is forwarded, and samples the next
     harvest             what ended gives its rows to the store, then its pages back
 
+On a GPU a decode step is launched before the one in front of it has told its tokens, so that the host schedules,
+decides who ended and gathers while the GPU works. Who ends with a token that nobody knew yet is in the next step
+already; that row is dropped. When somebody waits to be prefilled, or pages become few, the step in flight lands first.
+
 Gathering a row costs little and beginning to gather much, so sequences that end within a few steps of each other are
 gathered together, unless somebody waits for their pages.
 
@@ -23,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
+from itertools import compress
 from typing import Any
 
 import torch
@@ -43,7 +48,7 @@ from tracefp4.rollout.engine import Capabilities, Digest, EngineStats
 from tracefp4.rollout.harvest import Harvester
 from tracefp4.rollout.pool import KVPool, PageAllocator, check_storable
 from tracefp4.rollout.request import Sampled, Sequence, StopRules, eos_token_ids
-from tracefp4.rollout.runner import Runner
+from tracefp4.rollout.runner import Flight, Runner
 from tracefp4.rollout.sampler import stream_key
 from tracefp4.rollout.scheduler import RESIDENT_STATES, Scheduler
 from tracefp4.rollout.sites import EngineSites
@@ -75,6 +80,8 @@ class EmbeddedEngine(StepwiseEngine):
             default backend or the one that is named.
         residual: share of each token's channels whose residual is added to the experts' inputs
             (:mod:`tracefp4.quantizers.residual`).
+        overlap: launch a decode step before the result of the last one is known; by default on a GPU. Tokens are the
+            same either way.
 
     Raises:
         EngineError: settings that cannot work.
@@ -97,6 +104,7 @@ class EmbeddedEngine(StepwiseEngine):
         cuda_graphs: bool = True,
         compile_decode: bool | str = False,
         residual: float = 0.0,
+        overlap: bool | None = None,
     ) -> None:
         plan = stored_plan(plan, store)
         self._limits = Limits(max_tokens, page_size, max_batch, prefill_chunk)
@@ -112,6 +120,9 @@ class EmbeddedEngine(StepwiseEngine):
         self._build(embedding.weight.dtype, store, graphs, compile_decode, residual)
         decode = None if tokenizer is None else _decoder(tokenizer)
         self._stops = StopRules(eos_token_ids(model, tokenizer), decode)
+        self._overlap = self.device.type == "cuda" if overlap is None else overlap
+        self._flight: Flight | None = None
+        """The decode step whose tokens are not known yet."""
         self._version: int | None = 0
         self._arrivals = 0
         self._active: set[str] = set()
@@ -242,8 +253,25 @@ class EmbeddedEngine(StepwiseEngine):
 
     def _step(self) -> list[Rollout]:
         self._stats.steps += 1
-        # Whoever waits may need the pages of those that ended.
-        finished = self._collect() if self.scheduler.waiting or self.scheduler.resident else []
+        finished: list[Rollout] = []
+        if self.scheduler.waiting or self.scheduler.resident:
+            self._land()
+            # Whoever waits may need the pages of those that ended.
+            finished += self._collect()
+            self._begin()
+        # Nobody is retracted whose token is in flight.
+        if self.pages.free < len(self.scheduler.running):
+            self._land()
+        running = self.scheduler.decode(0 if self._flight is None else 1)
+        flight = self._runner.launch(running, self._flight) if running else None
+        self._land()
+        self._flight = flight
+        if not self._overlap:
+            self._land()
+        return finished + (self._collect() if self._due() else [])
+
+    def _begin(self) -> None:
+        """Prefill, and let members of finished prompts sample their first token."""
         chunks = self.scheduler.prefill()
         if chunks:
             self._runner.prefill(chunks)
@@ -253,11 +281,15 @@ class EmbeddedEngine(StepwiseEngine):
             self._runner.copy(starts)
             self._stats.shared_tokens += sum(len(s.prefix.tokens) for s in starts if not s.inherits)
             self._take([s.sequence for s in starts], self._runner.sample_first(starts))
-        running = self.scheduler.decode()
-        if running:
-            self._stats.decode_tokens += len(running)
-            self._take(running, self._runner.decode(running))
-        return finished + (self._collect() if self._due() else [])
+
+    def _land(self) -> None:
+        """Take the tokens of the step in flight, if there is one; rows of sequences that are gone are dropped."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        live = [s.finish is None and bool(s.pages) for s in flight.sequences]
+        self._stats.decode_tokens += sum(live)
+        self._take(list(compress(flight.sequences, live)), list(compress(flight.land(), live)))
 
     def _take(self, sequences: Items[Sequence], sampled: Items[Sampled]) -> None:
         """Append sampled tokens, and let those sequences leave that end with them."""
@@ -345,6 +377,7 @@ class EmbeddedEngine(StepwiseEngine):
         self._active = self.scheduler.request_ids()
 
     def _drop_everything(self) -> None:
+        self._flight = None
         for sequence in self._ended:
             self.scheduler.finish(sequence)
         self._ended = []

@@ -59,7 +59,9 @@ class DecodeGraphs:
         size = next((s for s in (1, 2, 4) if rows <= s), -(-rows // 8) * 8)
         return min(size, self._max_batch)
 
-    def run(self, rows: Items[DecodeRow], width: int, truncate: bool, top: int = 0) -> tuple[Tensor, ...]:
+    def run(
+        self, rows: Items[DecodeRow], width: int, truncate: bool, top: int = 0, before: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
         """Replay the step for ``rows``, capturing it first if its size is new.
 
         Args:
@@ -67,6 +69,7 @@ class DecodeGraphs:
             width: pages of the block tables that they need.
             truncate: whether any row has top-k or top-p.
             top: how many of the likeliest tokens are returned.
+            before: see :meth:`DecodeInputs.fill <tracefp4.rollout.inputs.DecodeInputs.fill>`.
 
         Returns:
             What the step returns, cut to ``rows``; buffers that the next replay overwrites.
@@ -75,7 +78,7 @@ class DecodeGraphs:
         key = (batch, width, truncate, top)
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
-        self._inputs.fill(rows, batch, width)
+        self._inputs.fill(rows, batch, width, before)
         captured = self._captured[key]
         captured.graph.replay()
         return tuple(part[: len(rows)] for part in captured.result)

@@ -3,6 +3,10 @@
 A captured CUDA graph reads the addresses it was captured with, so everything that changes from step to step lives in
 buffers that are allocated once for the largest batch; a smaller batch uses their beginning. On the host the same
 numbers are collected in pinned memory and cross over in three copies: integers, floats, block tables.
+
+A step may be prepared before the host knows the tokens that it forwards, while the step that samples them still runs.
+Such rows say where in that step's result their token stands, and it is copied on the device. So the host writes its
+memory for one step while the copies of another may not have begun, and has that memory twice.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from torch import Tensor
 from tracefp4.rollout.request import Sequence
 from tracefp4.rollout.sampler import Draw
 
-_INTEGERS = ("tokens", "positions", "tickets", "stream", "top_k", "state_rows")
+_INTEGERS = ("tokens", "positions", "tickets", "stream", "top_k", "state_rows", "source")
 _FLOATS = ("temperature", "top_p")
 
 
@@ -25,9 +29,28 @@ class DecodeRow:
     """One sequence of a decode step."""
 
     token: int
+    """Not read if it has a source."""
     position: int
     pages: list[int]
     sequence: Sequence
+    source: int = -1
+    """Row of the step before that samples the token; -1 if the token is known."""
+
+
+class _Host:
+    """Pinned memory for one step."""
+
+    def __init__(self, max_batch: int, max_width: int, pin: bool) -> None:
+        self.integers = torch.zeros(len(_INTEGERS), max_batch, dtype=torch.int64, pin_memory=pin)
+        self.floats = torch.zeros(len(_FLOATS), max_batch, dtype=torch.float32, pin_memory=pin)
+        self.pages = torch.zeros(max_batch * max_width, dtype=torch.int64, pin_memory=pin)
+        self.left = torch.cuda.Event() if pin else None
+        """After the copies that read it."""
+
+    def wait(self) -> None:
+        """Return when it may be written."""
+        if self.left is not None:
+            self.left.synchronize()
 
 
 class DecodeInputs:
@@ -46,23 +69,25 @@ class DecodeInputs:
     ) -> None:
         self.max_width = max_width
         self._padding_page, self._padding_row, self._device = padding_page, padding_row, device
-        pin = device.type == "cuda"
-        self._host_integers = torch.zeros(len(_INTEGERS), max_batch, dtype=torch.int64, pin_memory=pin)
-        self._host_floats = torch.zeros(len(_FLOATS), max_batch, dtype=torch.float32, pin_memory=pin)
-        self._host_pages = torch.zeros(max_batch * max_width, dtype=torch.int64, pin_memory=pin)
-        self._integers = self._host_integers.to(device, copy=True)
-        self._floats = self._host_floats.to(device, copy=True)
-        self._pages = self._host_pages.to(device, copy=True)
+        self._hosts = [_Host(max_batch, max_width, device.type == "cuda") for _ in range(2)]
+        host = self._hosts[0]
+        self._integers, self._floats, self._pages = (
+            part.to(device, copy=True) for part in (host.integers, host.floats, host.pages)
+        )
         self._batch, self._width = 0, 0
 
-    def fill(self, rows: Items[DecodeRow], batch: int, width: int) -> DecodeInputs:
+    def fill(self, rows: Items[DecodeRow], batch: int, width: int, before: Tensor | None = None) -> DecodeInputs:
         """Set the buffers for the next step.
 
         Args:
             rows: the sequences.
             batch: rows of the step, at least ``len(rows)``; the rest is padding.
             width: pages of the block tables.
+            before: int64 tokens that the step before samples, on the device; needed if a row has a source.
         """
+        self._hosts.reverse()
+        host = self._hosts[0]
+        host.wait()
         padding = batch - len(rows)
         samplings = [row.sequence.request.sampling for row in rows]
         columns = {
@@ -72,28 +97,34 @@ class DecodeInputs:
             "stream": [row.sequence.stream for row in rows] + [0] * padding,
             "top_k": [s.top_k for s in samplings] + [0] * padding,
             "state_rows": [self._state_row(row) for row in rows] + [self._padding_row] * padding,
+            "source": [row.source for row in rows] + [-1] * padding,
             "temperature": [s.temperature for s in samplings] + [1.0] * padding,
             "top_p": [s.top_p for s in samplings] + [1.0] * padding,
         }
-        self._host_integers[:, :batch] = torch.tensor([columns[name] for name in _INTEGERS], dtype=torch.int64)
-        self._host_floats[:, :batch] = torch.tensor([columns[name] for name in _FLOATS], dtype=torch.float32)
+        host.integers[:, :batch] = torch.tensor([columns[name] for name in _INTEGERS], dtype=torch.int64)
+        host.floats[:, :batch] = torch.tensor([columns[name] for name in _FLOATS], dtype=torch.float32)
         table = [(row.pages + [self._padding_page] * (width - len(row.pages)))[:width] for row in rows]
         table += [[self._padding_page] * width] * padding
-        self._host_pages[: batch * width] = torch.tensor(table, dtype=torch.int64).flatten()
-        return self.upload(batch, width)
+        host.pages[: batch * width] = torch.tensor(table, dtype=torch.int64).flatten()
+        self._upload(host, batch, width)
+        if before is not None:
+            source = self._integer("source")
+            self.tokens.copy_(torch.where(source < 0, self.tokens, before[source.clamp_min(0)]))
+        return self
 
     def _state_row(self, row: DecodeRow) -> int:
         state_row = row.sequence.state_row
         return self._padding_row if state_row is None else state_row
 
-    def upload(self, batch: int, width: int) -> DecodeInputs:
-        """Copy host buffers to the device, without waiting, and set the size of the step."""
+    def _upload(self, host: _Host, batch: int, width: int) -> None:
+        """Copy host memory to the device, without waiting, and set the size of the step."""
         self._batch, self._width = batch, width
-        self._integers.copy_(self._host_integers, non_blocking=True)
-        self._floats.copy_(self._host_floats, non_blocking=True)
+        self._integers.copy_(host.integers, non_blocking=True)
+        self._floats.copy_(host.floats, non_blocking=True)
         used = batch * width
-        self._pages[:used].copy_(self._host_pages[:used], non_blocking=True)
-        return self
+        self._pages[:used].copy_(host.pages[:used], non_blocking=True)
+        if host.left is not None:
+            host.left.record()
 
     @property
     def tokens(self) -> Tensor:

@@ -6,7 +6,7 @@ and brings tokens back. Both phases attend through the pool (:mod:`tracefp4.roll
 A decode step is a function of static buffers (:class:`DecodeInputs`) alone, from token ids to sampled tokens: block
 tables, positions and sampling parameters are device tensors, and nothing in it waits for the device. So it can be
 captured in a CUDA graph (:mod:`tracefp4.rollout.graphs`), and the host waits once a step, for one small copy of tokens
-and log-probabilities.
+and log-probabilities. It need not wait before it launches the next: what that step forwards is on the device already.
 
 Hybrid models prefill one sequence a forward, because a recurrent layer knows no sequence bounds.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,28 @@ from tracefp4.rollout.sampler import Draw, sample, top_logprobs
 from tracefp4.rollout.scheduler import Chunk, Start
 from tracefp4.rollout.sites import EngineSites
 from tracefp4.rollout.state import StatePool, cache_keyword
+
+
+@dataclass(slots=True)
+class Flight:
+    """A decode step whose result is on its way to the host."""
+
+    sequences: list[Sequence]
+    tokens: Tensor
+    """``(B,)`` int64 on the device, until the next step overwrites it."""
+    rows: Tensor
+    """``(B, 2 + 2 k)`` float64 on the host: token, log-probability, likeliest tokens and theirs."""
+    arrival: torch.cuda.Event | None
+    """After which ``rows`` may be read."""
+
+    def land(self) -> list[Sampled]:
+        """Wait for the result, the only wait of a step."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        more = self.rows.shape[1] > 2
+        likeliest = self.rows[:, 2:].unflatten(1, (2, -1)) if more else [None] * len(self.rows)
+        firsts = self.rows[:, :2].tolist()
+        return [Sampled(int(token), logprob, top) for (token, logprob), top in zip(firsts, likeliest, strict=True)]
 
 
 class Runner:
@@ -166,21 +189,32 @@ class Runner:
         sequences = [s.sequence for s in starts]
         draw = draw_of(sequences, [s.length for s in sequences], self.device)
         logits = self.head(hidden)
-        return _to_host(_with_top(sample(logits, draw, _truncates(sequences)), logits, draw, _top(sequences)))
+        result = _with_top(sample(logits, draw, _truncates(sequences)), logits, draw, _top(sequences))
+        return Flight(sequences, result[0], *_depart(result)).land()
 
     # -- Decode
 
-    def decode(self, sequences: Items[Sequence]) -> list[Sampled]:
-        """Forward the newest token of each sequence and sample the next."""
-        rows = [DecodeRow(s.last_token, s.length - 1, s.pages, s) for s in sequences]
-        width = self.table_width(max(s.length for s in sequences))
+    def launch(self, sequences: Items[Sequence], before: Flight | None = None) -> Flight:
+        """Forward the newest token of each sequence and sample the next, without waiting for the result.
+
+        Args:
+            sequences: those that decode.
+            before: the step in flight, whose tokens the host does not know yet.
+        """
+        places = {} if before is None else {id(s): i for i, s in enumerate(before.sequences)}
+        rows = []
+        for s in sequences:
+            source = places.get(id(s), -1)
+            rows.append(DecodeRow(s.last_token, s.length - (source < 0), s.pages, s, source))
+        width = self.table_width(1 + max(row.position for row in rows))
         truncate, top = _truncates(sequences), _top(sequences)
+        tokens = None if before is None else before.tokens
         if self.graphs is not None and self.graphs.fits(len(rows)):
             self.graph_steps += 1
-            result = self.graphs.run(rows, width, truncate, top)
+            result = self.graphs.run(rows, width, truncate, top, tokens)
         else:
-            result = self.decode_step(self.inputs.fill(rows, len(rows), width), truncate, top)
-        return _to_host(result)
+            result = self.decode_step(self.inputs.fill(rows, len(rows), width, tokens), truncate, top)
+        return Flight(list(sequences), result[0], *_depart(result))
 
     def decode_step(self, inputs: DecodeInputs, truncate: bool, top: int = 0) -> tuple[Tensor, ...]:
         """The captured part: tokens ``(B,)`` int64 and log-probabilities ``(B,)`` float32 from static buffers.
@@ -233,11 +267,15 @@ def _with_top(sampled: tuple[Tensor, Tensor], logits: Tensor, draw: Draw, top: i
     return (*sampled, *top_logprobs(logits, draw, top)) if top else sampled
 
 
-def _to_host(result: tuple[Tensor, ...]) -> list[Sampled]:
-    """One copy, the only wait of a step. A token id is exact in float64."""
+def _depart(result: tuple[Tensor, ...]) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Send a step's result to the host in one copy. A token id is exact in float64."""
     tokens, logprobs, *top = result
     columns = [tokens.double()[:, None], logprobs.double()[:, None], *(part.double() for part in top)]
-    rows = torch.cat(columns, dim=1).cpu()
-    likeliest = rows[:, 2:].unflatten(1, (2, -1)) if top else [None] * len(rows)
-    firsts = rows[:, :2].tolist()
-    return [Sampled(int(token), logprob, more) for (token, logprob), more in zip(firsts, likeliest, strict=True)]
+    rows = torch.cat(columns, dim=1)
+    if rows.device.type != "cuda":
+        return rows.cpu(), None
+    there = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+    there.copy_(rows, non_blocking=True)
+    arrival = torch.cuda.Event()
+    arrival.record()
+    return there, arrival

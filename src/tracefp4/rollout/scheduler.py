@@ -111,11 +111,18 @@ class Scheduler:
                 starts.append(self._start(prefix))
         return starts
 
-    def decode(self) -> list[Sequence]:
-        """Give every running sequence a slot for its newest token; return those that decode, oldest first."""
+    def decode(self, ahead: int = 0) -> list[Sequence]:
+        """Give every running sequence a slot for its newest token; return those that decode, oldest first.
+
+        Args:
+            ahead: tokens of each that are sampled but not known yet. Whoever ends with them, whatever they are, is left
+                out.
+        """
         ready: list[Sequence] = []
         for sequence in sorted(self.running, key=lambda s: s.key):
-            while sequence.pages and len(sequence.pages) < self.pages.pages_for(sequence.length):
+            if ahead and len(sequence.response) + ahead >= sequence.request.sampling.max_new_tokens:
+                continue
+            while sequence.pages and len(sequence.pages) < self.pages.pages_for(sequence.length + ahead):
                 if self.pages.free:
                     sequence.pages += self.pages.allocate(1)
                 else:
