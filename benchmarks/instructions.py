@@ -35,6 +35,7 @@ from tracefp4.kernels import (
     planes,
     quantize,
     routing,
+    sample,
 )
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -215,6 +216,9 @@ def products() -> list[bool]:
     done.append(report("route: tiles", routing._tile, ids, {"ROWS": 16, "EXPERTS": 128, "STEP": 32}, 128, num_warps=8))
     done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"}, {"TOP_K": 8, "TILE": 1024},
                        8192, num_warps=2, enable_fp_fusion=False))  # fmt: skip
+    draws = {"stream_ptr": "*i64", "position_ptr": "*i64", "best_ptr": "*i32", "temperature_ptr": "*fp32",
+             "floats_ptr": "*fp32"}  # fmt: skip
+    done.append(report("sample", sample._draw, draws, {"WIDTH": 1024}, 1024, num_warps=4, enable_fp_fusion=False))
     return done
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tracefp4.kernels.runtime import usable
 from tracefp4.models.layout import ModelLayout
 from tracefp4.rollout.batch import DecodeBatch, PrefillBatch, Segment
 from tracefp4.rollout.compiled import compile_layers, compiling, uncompiled
@@ -94,7 +95,8 @@ class Runner:
         if compiled:
             backend = "inductor" if compiled is True else compiled
             compile_layers(self.decoder, layout, backend)
-            self._sample = torch.compile(sample, dynamic=True, backend=backend)
+            if not usable(self.head.weight):  # type: ignore[arg-type]
+                self._sample = torch.compile(sample, dynamic=True, backend=backend)
         self.graph_steps = 0
         self.graphs: DecodeGraphs | None = None
         if cuda_graphs:

@@ -10,6 +10,8 @@ The noise is a function of ``(seed, sample, position, token id)`` through the in
 and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). There is no generator state: neither the
 order of requests, nor the batch, nor a retraction changes what a sequence draws.
 
+On a GPU one kernel does all of it, unless something is cut off (:mod:`tracefp4.kernels.sample`).
+
 The log-probability of the chosen token is taken from ``softmax(l / T)``, *before* top-k and top-p. A temperature of 0
 is greedy: the largest logit, with its log-probability at temperature 1.
 """
@@ -21,6 +23,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from tracefp4.kernels.runtime import usable
 
 _GOLDEN = -0x61C8864680B583EB
 """0x9E3779B97F4A7C15, the increment of SplitMix64, as a signed 64-bit integer."""
@@ -63,6 +67,10 @@ def sample(logits: Tensor, draw: Draw, truncate: bool = False) -> tuple[Tensor, 
     Returns:
         Tokens ``(B,)`` int64 and their log-probabilities ``(B,)`` float32, NaN where the logits hold a NaN.
     """
+    if not truncate and usable(logits):
+        from tracefp4.kernels.sample import sample as by_kernel
+
+        return by_kernel(logits, draw.stream, draw.position, draw.temperature)
     greedy = draw.temperature == 0
     scaled = logits.float() / torch.where(greedy, 1.0, draw.temperature).unsqueeze(-1)
     logprobs = torch.log_softmax(scaled, dim=-1)

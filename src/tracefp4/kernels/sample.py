@@ -1,0 +1,157 @@
+"""Sampling in one pass over the logits.
+
+The plain code (:mod:`tracefp4.rollout.sampler`) makes some twenty passes over integers and floats as large as the
+logits, of a small model as many bytes as all its layers. Here a program draws the noise of its part of the vocabulary
+in registers, keeps the best token and the running maximum and sum of the softmax, and writes five numbers; a second
+kernel puts the parts together.
+
+Noise and sums of logit and noise are the same float32 numbers as in the plain code, so the same token wins; of equal
+sums the smaller token id. The log-probability differs from it by the order of the additions in the softmax.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from tracefp4.kernels.elements import INTERPRETED
+
+_WIDTH = 1024
+"""Tokens that a program looks at at once."""
+_PROGRAMS = 1024
+"""Programs that a launch aims at: eight of four warps for each multiprocessor."""
+
+
+@triton.jit
+def _mix(x):
+    """SplitMix64's output function on uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _gumbel(key, token):
+    """Gumbel noise of token ids under a mixed key; see :func:`tracefp4.rollout.sampler.gumbel`."""
+    counter = (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    bits = (_mix(key + counter) >> 11).to(tl.int64, bitcast=True)
+    uniform = (bits.to(tl.float32) + 0.5) * 1.1102230246251565e-16
+    if INTERPRETED:
+        exponential = -_log1p(-uniform)
+        noise = -tl.log(exponential)
+    else:
+        noise = -libdevice.log(-libdevice.log1p(-uniform))
+    return noise
+
+
+@triton.jit
+def _log1p(x):
+    """``log(1 + x)`` for ``-1 < x <= 0`` where only plain logarithms can be interpreted."""
+    whole = 1.0 + x
+    rest = x - (whole - 1.0)
+    return tl.where(whole == 1.0, x, tl.log(whole) + rest / whole)
+
+
+@triton.jit
+def _draw(
+    logits_ptr, stream_ptr, position_ptr, temperature_ptr, floats_ptr, best_ptr, vocabulary, span, parts,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One row and one part of the vocabulary."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperature_ptr + row)
+    greedy = temperature == 0.0
+    divisor = tl.where(greedy, 1.0, temperature)
+    stream = tl.load(stream_ptr + row).to(tl.uint64, bitcast=True)
+    position = tl.load(position_ptr + row).to(tl.uint64, bitcast=True)
+    key = _mix(stream + position * 0x9E3779B97F4A7C15)
+    lane = tl.arange(0, WIDTH)
+    top = tl.full((WIDTH,), float("-inf"), tl.float32)
+    total = tl.zeros((WIDTH,), tl.float32)
+    best = tl.full((WIDTH,), float("-inf"), tl.float32)
+    chosen = part * span + lane
+    for first in range(part * span, tl.minimum(part * span + span, vocabulary), WIDTH):
+        token = first + lane
+        real = token < vocabulary
+        logit = tl.load(logits_ptr + row * vocabulary + token, mask=real, other=float("-inf")).to(tl.float32)
+        scaled = tl.div_rn(logit, divisor + tl.zeros_like(logit))
+        higher = tl.maximum(top, scaled)
+        # Nothing but minus infinity so far: the difference would be a NaN.
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - base) + tl.exp(scaled - base)
+        top = higher
+        sum_ = scaled + tl.where(greedy, 0.0, _gumbel(key, token))
+        better = real & (sum_ > best)
+        best = tl.where(better, sum_, best)
+        chosen = tl.where(better, token, chosen)
+    highest = tl.max(top, axis=0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    winner = tl.max(best, axis=0)
+    place = row * parts + part
+    tl.store(floats_ptr + place * 3, highest)
+    tl.store(floats_ptr + place * 3 + 1, tl.sum(total * tl.exp(top - base), axis=0))
+    tl.store(floats_ptr + place * 3 + 2, winner)
+    tl.store(best_ptr + place, tl.min(tl.where(best == winner, chosen, 2**30), axis=0))
+
+
+@triton.jit
+def _finish(
+    logits_ptr, temperature_ptr, floats_ptr, best_ptr, token_ptr, logprob_ptr, vocabulary, parts, PARTS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, PARTS)
+    real = part < parts
+    place = row * parts + part
+    top = tl.load(floats_ptr + place * 3, mask=real, other=float("-inf"))
+    total = tl.load(floats_ptr + place * 3 + 1, mask=real, other=0.0)
+    best = tl.load(floats_ptr + place * 3 + 2, mask=real, other=float("-inf"))
+    chosen = tl.load(best_ptr + place, mask=real, other=2**30)
+    winner = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == winner, chosen, 2**30), axis=0)
+    # Logits that hold a NaN have no winner.
+    token = tl.where(token < vocabulary, token, 0)
+    highest = tl.max(top, axis=0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    whole = tl.sum(total * tl.exp(top - base), axis=0)
+    temperature = tl.load(temperature_ptr + row)
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
+    logit = tl.load(logits_ptr + row * vocabulary + token).to(tl.float32)
+    scaled = tl.div_rn(logit, divisor)
+    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(logprob_ptr + row, scaled - base - tl.log(whole))
+
+
+def sample(logits: Tensor, stream: Tensor, position: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample one token a row from the whole distribution.
+
+    Args:
+        logits: ``(B, V)``, any float dtype, ``V`` below 2^30.
+        stream: int64 ``(B,)``.
+        position: int64 ``(B,)``.
+        temperature: float32 ``(B,)``; 0 for greedy.
+
+    Returns:
+        Tokens ``(B,)`` int64 and their log-probabilities ``(B,)`` float32, NaN where the logits hold a NaN.
+    """
+    logits = logits.contiguous()
+    rows, vocabulary = logits.shape
+    blocks = triton.cdiv(vocabulary, _WIDTH)
+    span = _WIDTH * max(1, min(blocks, blocks * rows // _PROGRAMS))
+    parts = triton.cdiv(vocabulary, span)
+    floats = torch.empty(rows, parts, 3, dtype=torch.float32, device=logits.device)
+    best = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    token = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    logprob = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        _draw[(rows, parts)](
+            logits, stream.contiguous(), position.contiguous(), temperature.contiguous(), floats, best, vocabulary,
+            span, parts, WIDTH=_WIDTH, enable_fp_fusion=False,
+        )  # fmt: skip
+        _finish[(rows,)](
+            logits, temperature.contiguous(), floats, best, token, logprob, vocabulary, parts,
+            PARTS=triton.next_power_of_2(parts), enable_fp_fusion=False,
+        )  # fmt: skip
+    return token, logprob
