@@ -89,6 +89,20 @@ def test_runs_side_by_side_are_dealt_out_to_the_devices(tmp_path: Path, monkeypa
     assert sorted(path.read_text() for path in tmp_path.glob("run-*")) == ["2", "2", "5", "5"]
 
 
+def test_runs_from_elsewhere_fill_in_what_is_missing(
+    fake: Path, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _compare(config, fake / "there", "--only", "qat") == 0
+    assert _compare(config, fake / "here", "--only", "bf16", "--only", "trace") == 0
+    capsys.readouterr()
+    elsewhere = str(fake / "there" / "results.json")
+    assert _compare(config, fake / "here", "--no-run", "--also", elsewhere) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["done"] == 3
+    assert load(fake / "here" / "results.json").runs["qat"][0].status == "done"
+    assert _compare(config, fake / "here", "--no-run", "--also", str(fake / "nowhere.json")) == 2
+
+
 def test_a_run_that_dies_loses_nothing_but_itself(fake: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (fake / "broken").write_text("qat")
     assert _compare(config, fake / "c") == 1

@@ -16,7 +16,7 @@ from tracefp4.cli.console import JsonOption, emit, stderr_console
 from tracefp4.cli.jobs import Job, Step, run_jobs
 from tracefp4.errors import ConfigError
 from tracefp4.report.arms import PLANS, POSTHOC, REFERENCE, Arm, Base, arms_of, parse_arm
-from tracefp4.report.results import Results, collect, run_folder
+from tracefp4.report.results import Results, collect, complete, load, run_folder
 
 if TYPE_CHECKING:
     from tracefp4.config import Config
@@ -39,6 +39,10 @@ def run(
         list[str] | None, typer.Option(help="Run only this arm, as NAME or NAME/SEED; may be repeated.")
     ] = None,
     no_run: Annotated[bool, typer.Option("--no-run", help="Run nothing; show what is there.")] = False,
+    also: Annotated[
+        list[Path] | None,
+        typer.Option(help="results.json of this comparison from elsewhere; it fills in runs not done here."),
+    ] = None,
     no_probe: Annotated[bool, typer.Option("--no-probe", help="Leave out the data of figures 6 and 10.")] = False,
     parallel: Annotated[
         int, typer.Option(min=1, help="Runs at a time; they are dealt out to the GPUs, which must have room for them.")
@@ -76,6 +80,8 @@ def run(
     results = collect(
         target, arms, numbers, names, {n: [a.name for a in group] for n, group in members.items()}, _task(tree)
     )
+    for path in also or []:
+        complete(results, load(path))
     _finish(results, target, failed, as_json, note)
     if failed:
         raise typer.Exit(1)

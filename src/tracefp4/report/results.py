@@ -140,6 +140,25 @@ def read_result(folder: Path, seed: int) -> RunResult:
     return result
 
 
+def complete(results: Results, others: Results) -> None:
+    """Take over runs that are done there and not here, from the same comparison on another machine.
+
+    Runs are told apart by arm and seed. Whether they may be paired is asked where they are, by their warm starts.
+
+    Raises:
+        ConfigError: an arm of one name is another arm there.
+    """
+    theirs = {arm.name: arm for arm in others.arms}
+    for arm in results.arms:
+        if arm.name not in theirs:
+            continue
+        if theirs[arm.name] != arm:
+            raise ConfigError(f"arm {arm.name!r} has other settings in the results that are to complete these")
+        done = {run.seed: run for run in others.done(arm.name)}
+        mine = results.runs[arm.name]
+        results.runs[arm.name] = [done.get(run.seed, run) if run.status != "done" else run for run in mine]
+
+
 def save(results: Results, path: Path) -> None:
     """Write ``results.json``."""
     data = {"format": FORMAT, **asdict(results)}
