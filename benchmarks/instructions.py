@@ -178,7 +178,7 @@ def attention() -> list[bool]:
             done.append(report(f"prefill attention {word} D{width}", attention_prefill._prefill, kinds, constants,
                                64 * 2 * width, num_warps=8, num_stages=2))  # fmt: skip
     done.append(report("decode attention: sum of splits", attention_decode._combine, pointers,
-                       {"D": 128, "SINKS": False}, 128, num_warps=2))  # fmt: skip
+                       {"D": 128, "SINKS": False, "TOGETHER": 8}, 128 * 8, num_warps=2))  # fmt: skip
     return done
 
 

@@ -162,21 +162,33 @@ def _split(
 @triton.jit(do_not_specialize=["splits"])
 def _combine(
     part_ptr, top_ptr, sum_ptr, sinks_ptr, out_ptr, splits, heads, shift,
-    D: tl.constexpr, SINKS: tl.constexpr,
+    D: tl.constexpr, SINKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Add the splits of one query head up, in their order."""
+    """Add the splits of one query head up, in their order, ``TOGETHER`` of them loaded at once."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     top, total, out = float("-inf"), 0.0, tl.zeros((D,), tl.float32)
     if SINKS:
         top = tl.load(sinks_ptr + row % heads).to(tl.float32) * LOG2E
         total = 1.0
-    for split in range(splits):
-        here = tl.load(top_ptr + row * splits + split)
-        if here > float("-inf"):
-            higher = tl.maximum(top, here)
-            keep, add = tl.exp2(top - higher), tl.exp2(here - higher)
-            total = total * keep + tl.load(sum_ptr + row * splits + split) * add
-            out = out * keep + tl.load(part_ptr + (row * splits + split) * D + column) * add
+    for first in range(0, splits, TOGETHER):
+        # Loads before arithmetic: each waits as long as many. Splits without tokens were not written.
+        tops, sums, parts = (), (), ()
+        for i in tl.static_range(TOGETHER):
+            # Past the end the last split again, which counts nothing.
+            place = row * splits + tl.minimum(first + i, splits - 1)
+            tops = tops + (tl.where(first + i < splits, tl.load(top_ptr + place), float("-inf")),)
+            sums = sums + (tl.load(sum_ptr + place),)
+        for i in tl.static_range(TOGETHER):
+            written = tl.zeros((D,), tl.float32) + tops[i] > float("-inf")
+            parts = parts + (tl.load(part_ptr + (row * splits + first + i) * D + column, mask=written, other=0.0),)
+        for i in tl.static_range(TOGETHER):
+            here = tops[i]
+            live = here > float("-inf")
+            higher = tl.where(live, tl.maximum(top, here), top)
+            keep = tl.where(live, tl.exp2(top - higher), 1.0)
+            add = tl.where(live, tl.exp2(here - higher), 0.0)
+            total = total * keep + sums[i] * add
+            out = out * keep + parts[i] * add
             top = higher
     tl.store(out_ptr + row * D + column, narrow(out * shift / total, out_ptr.dtype.element_ty))
 
@@ -236,6 +248,6 @@ def decode_attention(
     )  # fmt: skip
     _combine[(batch * heads,)](
         part, top, total, top if sinks is None else sinks, out, splits, heads, kv.shift,
-        D=width, SINKS=sinks is not None, num_warps=max(1, width // 64),
+        D=width, SINKS=sinks is not None, TOGETHER=8, num_warps=max(1, width // 64),
     )  # fmt: skip
     return out
