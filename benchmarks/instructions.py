@@ -27,6 +27,7 @@ from tracefp4.formats.numerics import get_numerics
 from tracefp4.kernels import (
     attention_decode,
     attention_prefill,
+    choice,
     dequantize,
     experts,
     experts_training,
@@ -53,7 +54,7 @@ def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **op
         else:
             signature[name] = "fp32" if name in ("factor", "shift") else "i32"
     plain = {"factor", "shift", "window", "splits", "blocks", "vectors", "queries", "context", "pairs", "count",
-             "x_groups", "per_global", "first_head", "heads"}  # fmt: skip
+             "x_groups", "per_global", "first_head", "heads", "experts"}  # fmt: skip
     divisible = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in {*constants, *plain}
     }
@@ -211,14 +212,28 @@ def products() -> list[bool]:
                            num_warps=8, num_stages=3, enable_fp_fusion=False))  # fmt: skip
     done.append(report("training experts, gradient of W", experts_training._weights, more, tile | {"out_k": 1},
                        128 * 128, num_warps=8, num_stages=3))  # fmt: skip
-    ids = {"experts_ptr": "*i64", "order_ptr": "*i32", "tiles_ptr": "*i32"}
-    done.append(report("route: places", routing._place, ids, {"SIZE": 16, "STEP": 128}, 16, num_warps=4))
-    done.append(report("route: tiles", routing._tile, ids, {"ROWS": 16, "EXPERTS": 128, "STEP": 32}, 128, num_warps=8))
+    done += routing_of_a_layer()
     done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"}, {"TOP_K": 8, "TILE": 1024},
                        8192, num_warps=2, enable_fp_fusion=False))  # fmt: skip
     draws = {"stream_ptr": "*i64", "position_ptr": "*i64", "best_ptr": "*i32", "temperature_ptr": "*fp32",
              "floats_ptr": "*fp32"}  # fmt: skip
     done.append(report("sample", sample._draw, draws, {"WIDTH": 1024}, 1024, num_warps=4, enable_fp_fusion=False))
+    return done
+
+
+def routing_of_a_layer() -> list[bool]:
+    """Choice of experts and tiles of pairs; one warp a program, so what counts is how long it is."""
+    ids = {"experts_ptr": "*i64", "order_ptr": "*i32", "tiles_ptr": "*i32"}
+    kinds = {"chosen_ptr": "*i64", "routes_ptr": BYTES, "slots_ptr": "*i64"}
+    top = {"TOP_K": 8, "SLOTS": 8, "RENORMALISE": True, "RECORD": True}
+    done = [
+        report(f"choice of 8 of {experts}", choice._choose, kinds, top | {"EXPERTS": experts}, experts,
+               num_warps=1, enable_fp_fusion=False)
+        for experts in (128, 256)
+    ]  # fmt: skip
+    for step in (32, 128, 512):
+        constants = {"ROWS": 8, "BY_PLACE": step < 512, "STEP": step}
+        done.append(report(f"route of {step} pairs, one expert", routing._count, ids, constants, step, num_warps=1))
     return done
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +88,15 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 def same() -> Callable[[Tensor, Tensor], bool]:
     """Compare bit patterns."""
     return _same
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds numbers that no kernel writes, so that what is left unwritten shows."""
+    empty = torch.empty
+
+    def filled(*args: Any, **kwargs: Any) -> Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(101 if made.dtype in (torch.uint8, torch.int8) else -12345)
+
+    monkeypatch.setattr(torch, "empty", filled)

@@ -30,12 +30,13 @@ def make_model(seed=1, width=64):
     return model
 
 
-def build(device, spec, **model_options):
+def build(device, spec, compile_decode=False, **model_options):
     model, store = make_model(**model_options), MemoryStore()
     plan = Plan.parse("r4-all+mid") if spec.activations is not None else None
     engine = EmbeddedEngine(
-        model, None, spec, plan, store, device=device, max_tokens=128, max_batch=4, prefill_chunk=32, cuda_graphs=True
-    )
+        model, None, spec, plan, store, device=device, max_tokens=128, max_batch=4, prefill_chunk=32, cuda_graphs=True,
+        compile_decode=compile_decode,
+    )  # fmt: skip
     return engine, store
 
 
@@ -64,6 +65,36 @@ def test_engine_with_and_without_kernels(name, device, monkeypatch):
         # One layer: its inputs are computed by the same code, so they are equal; what follows attention is nearly so.
         same = (found.sites[site].planes[:19] == record.planes[:19]).float().mean()
         assert same == 1.0 if site.kind in ("k", "v") else same > 0.9
+
+
+def routers_of(engine):
+    return [engine.model.get_submodule(name) for name in engine.layout.routers.values()]
+
+
+@pytest.mark.parametrize("compiled", [False, "eager"])
+def test_a_plain_router_is_replaced_by_the_kernel(compiled, device, monkeypatch):
+    request = Request("a", (3, 9, 1, 7), 1, SamplingParams(max_new_tokens=3, seed=1, temperature=0.0))
+    engine, _ = build(device, get_spec("bf16"), compile_decode=compiled)
+    with monkeypatch.context() as patch:
+        # Its own code is not even there any more.
+        patch.delattr(type(routers_of(engine)[0]), "forward")
+        found = engine.generate([request])[0]
+    monkeypatch.setenv("TRACEFP4_KERNELS", "reference")
+    plain, _ = build(device, get_spec("bf16"))
+    assert "forward" not in vars(routers_of(plain)[0])
+    expected = plain.generate([request])[0]
+    assert found.response_ids[0] == expected.response_ids[0]
+    assert (found.routes[:4] == expected.routes[:4]).float().mean() > 0.8  # near ties may fall either way
+    engine.close()
+    assert "forward" not in vars(routers_of(engine)[0])
+
+
+def test_other_routers_run_their_own_code(device):
+    from tracefp4.models.tiny import tiny_model
+
+    model = tiny_model("gpt_oss", dtype=torch.bfloat16)
+    engine = EmbeddedEngine(model, None, get_spec("bf16"), device=device, max_tokens=64, max_batch=2, prefill_chunk=16)
+    assert not any("forward" in vars(router) for router in routers_of(engine))
 
 
 @pytest.fixture

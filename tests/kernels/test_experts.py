@@ -31,22 +31,45 @@ def ids(tokens, top_k, experts, seed=0):
     return torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
 
 
-@pytest.mark.parametrize("tokens, experts, rows", [(1, 8, 8), (5, 3, 8), (40, 6, 16), (150, 5, 32)])
-def test_route(tokens, experts, rows, device, same):
-    from tracefp4.kernels.routing import route
+@pytest.mark.parametrize("limit", [8192, 0])
+@pytest.mark.parametrize(
+    "tokens, top_k, experts, rows",
+    [(1, 2, 8, 8), (1, 1, 1, 8), (5, 2, 3, 8), (17, 3, 40, 8), (40, 2, 6, 16), (64, 8, 128, 8), (150, 2, 5, 32)],
+)
+def test_route(tokens, top_k, experts, rows, limit, device, same, monkeypatch, poisoned):
+    """Every pair is in exactly one tile, of its expert, and every entry of the list is written."""
+    from tracefp4.kernels import routing
 
-    chosen = ids(tokens, 2, experts)
+    monkeypatch.setattr(routing, "COUNTING_LIMIT", limit)
+    chosen = ids(tokens, top_k, experts)
     chosen[chosen == 1] = 0  # an expert without tokens, and tokens that name one expert twice
-    found = route(chosen.to(device), experts, rows)
+    found = routing.route(chosen.to(device), experts, rows)
     flat = chosen.flatten()
     order = torch.sort(flat, stable=True)[1]
     assert same(found.order, order.to(torch.int32))
     covered = []
     for expert, first, last in found.tiles.tolist():
-        assert last - first <= rows
+        assert 0 <= expert < experts and 0 <= first <= last <= first + rows
         assert (flat[order[first:last]] == expert).all()
         covered += range(first, last)
-    assert covered == list(range(flat.numel()))
+    assert sorted(covered) == list(range(flat.numel()))
+    assert len(found.tiles) == routing.max_tiles(flat.numel(), experts, rows)
+
+
+def test_tiles_of_uneven_experts(device, poisoned):
+    """Sizes around multiples of a tile, in turn after each other: the entries that experts own never overlap."""
+    from tracefp4.kernels.routing import route
+
+    sizes = [0, 1, 7, 8, 9, 0, 15, 16, 17, 24, 3, 0, 33, 2, 0, 65]
+    flat = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    flat = flat[torch.randperm(len(flat), generator=torch.Generator().manual_seed(3))]
+    found = route(flat.view(-1, 1).to(device), len(sizes), 8)
+    tiles = [tile for tile in found.tiles.tolist() if tile[2] > tile[1]]
+    assert len(tiles) == sum(-(-size // 8) for size in sizes)
+    for expert, size in enumerate(sizes):
+        mine = sorted(tile[1:] for tile in tiles if tile[0] == expert)
+        assert sum(last - first for first, last in mine) == size
+        assert all(last - first == 8 for first, last in mine[:-1])
 
 
 @pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4", "nvfp4-w4a16", "bf16"])

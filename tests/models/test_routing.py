@@ -109,6 +109,44 @@ def test_rows_of_minus_one_keep_the_own_choice(make, tokens):
     assert torch.equal(weights[[1, 3]], own_weights[[1, 3]])
 
 
+@families
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_routers_are_told_from_others(make, family, dtype):
+    model, _, layout = make(family, dtype=dtype)
+    name = layout.routers[layout.moe_layers[0]]
+    router = model.get_submodule(name)
+    rule = routing.probe_rule(router, name)
+    choice = routing.plain_choice(router, name, rule)
+    if rule not in (routing.softmax_all, routing.softmax_renormalised):
+        assert choice is None
+        return
+    assert choice is not None and choice.top_k == layout.top_k
+    assert choice.renormalise == (rule is routing.softmax_renormalised)
+    assert choice.dtype is (torch.float32 if family == "mixtral" else dtype)
+
+
+def test_a_router_that_chooses_in_its_own_way_is_not_plain(make):
+    """Its gate values follow a softmax, but it must not choose expert 0, or it has a state of its own."""
+    model, _, layout = make("qwen3_moe")
+    router = model.get_submodule(layout.routers[0])
+    own = type(router)
+
+    class Shy(own):
+        def forward(self, hidden_states):
+            logits = hidden_states @ self.weight.t()
+            p = logits.float().softmax(-1)
+            indices = p[:, 1:].topk(self.top_k, -1)[1] + 1
+            p = p.gather(-1, indices)
+            return logits, (p / p.sum(-1, keepdim=True)).to(logits.dtype), indices
+
+    router.__class__ = Shy
+    assert routing.plain_choice(router, "gate", routing.softmax_renormalised) is None
+    router.__class__ = own
+    assert routing.plain_choice(router, "gate", routing.softmax_renormalised) is not None
+    router.register_buffer("bias", torch.zeros(layout.num_experts))
+    assert routing.plain_choice(router, "gate", routing.softmax_renormalised) is None
+
+
 def test_router_that_no_rule_explains_is_refused(make):
     model, sites, layout = make("mixtral")
     router = model.get_submodule(layout.routers[1])

@@ -74,8 +74,10 @@ def recorded(shapes, bits: int):
         codes = torch.randint(0, 16, (n, shape.width), dtype=torch.uint8, generator=g)
         scales = torch.randint(0, 126, (n, shape.width // 16), dtype=torch.uint8, generator=g)
         wide = torch.rand(n, 1, generator=g)
-        q = SimpleNamespace(planes=pack_bits(codes, bits), scales=scales, global_scale=wide)
-        capture.write(shape.site, q, slots, tickets, None if v == 1 else torch.arange(n))
+        pairs = None if v == 1 or shape.site.layer % 2 else torch.randperm(n, generator=g)
+        rows = (codes, scales, wide) if pairs is None else (codes[pairs], scales[pairs], wide[pairs])
+        q = SimpleNamespace(planes=pack_bits(rows[0], bits), scales=rows[1], global_scale=rows[2])
+        capture.write(shape.site, q, slots, tickets, pairs)
         written[shape.site] = tuple(t.unflatten(0, (SLOTS, v)) for t in (codes, scales, wide))
     return capture, written
 

@@ -2,9 +2,18 @@
 
 A pair is a token and one of its expert slots, ``token * K + slot``. A matrix product wants the pairs of one expert side
 by side, in tiles of a fixed number of rows. Nothing here waits for the host: the number of tiles is not known there,
-only its bound, and a program beyond the last tile ends at once. So a decode step can be captured in a CUDA graph.
+only its bound, and a program whose tile is empty ends at once. So a decode step can be captured in a CUDA graph.
 
-Sorting is counting: the place of a pair is the number of pairs that come before it, by expert and then by pair.
+Sorting is counting: the place of a pair is the number of pairs that come before it, by expert and then by pair. One
+warp counts for one expert, and no warp waits for another one. That works because the list of tiles has holes. An expert
+whose pairs stand at the places ``first..end-1`` owns entries of the list that follow from these two numbers alone, and
+writes each of them, with a tile or an empty one::
+
+    few pairs, one entry each     entries first..end-1, a tile of the expert in each of the first
+    more                          entry e of expert e: its last tile, which may be partly filled;
+                                  entries E + ceil(first / rows) .. E + ceil(end / rows) - 1: its full tiles
+
+Between two multiples of ``rows`` lies at most one start of a full tile, so the second range is never too short.
 """
 
 from __future__ import annotations
@@ -17,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 COUNTING_LIMIT = 8192
-"""Most pairs that are sorted by counting; more are sorted by PyTorch, whose work does not grow with their square."""
+"""Most pairs that are sorted by counting; every program reads all of them, so more are sorted by PyTorch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,49 +43,65 @@ class Route:
 
 
 @triton.jit
-def _place(experts_ptr, order_ptr, pairs, SIZE: tl.constexpr, STEP: tl.constexpr):
-    pair = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    here = tl.load(experts_ptr + pair, mask=pair < pairs, other=0).to(tl.int32)
-    place = tl.zeros((SIZE,), tl.int32)
-    for first in range(0, pairs, STEP):
-        other = first + tl.arange(0, STEP)
-        there = tl.load(experts_ptr + other, mask=other < pairs, other=2**30).to(tl.int32)
-        before = (there[None, :] < here[:, None]) | (
-            (there[None, :] == here[:, None]) & (other[None, :] < pair[:, None])
-        )
-        place += tl.sum(before.to(tl.int32), axis=1)
-    tl.store(order_ptr + place, pair, mask=pair < pairs)
+def _list_tiles(tiles_ptr, expert, first, size, experts, ROWS: tl.constexpr, BY_PLACE: tl.constexpr):
+    """Write the entries that one expert owns in the list of tiles."""
+    entry = tl.arange(0, 32)
+    end = first + size
+    if BY_PLACE:
+        base, owned, limit = first, size, end
+    else:
+        before = (first + ROWS - 1) // ROWS
+        base, owned = experts + before, (end + ROWS - 1) // ROWS - before
+        limit = first + tl.maximum(size - 1, 0) // ROWS * ROWS  # where the last tile begins
+        tl.store(tiles_ptr + expert * 3, expert)
+        tl.store(tiles_ptr + expert * 3 + 1, limit)
+        tl.store(tiles_ptr + expert * 3 + 2, end)
+    for done in range(0, owned, 32):
+        index = done + entry
+        start = tl.minimum(first + index * ROWS, limit)
+        at, mine = tiles_ptr + (base + index) * 3, index < owned
+        tl.store(at, tl.zeros_like(index) + expert, mask=mine)
+        tl.store(at + 1, start, mask=mine)
+        tl.store(at + 2, tl.minimum(start + ROWS, limit), mask=mine)
 
 
 @triton.jit
-def _tile(experts_ptr, tiles_ptr, pairs, count, ROWS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr):
-    """One program: pairs of each expert, its first tile, and the list of tiles."""
-    expert = tl.arange(0, EXPERTS)
-    size = tl.zeros((EXPERTS,), tl.int32)
-    for first in range(0, pairs, STEP):
-        other = first + tl.arange(0, STEP)
-        there = tl.load(experts_ptr + other, mask=other < pairs, other=2**30).to(tl.int32)
-        size += tl.sum((there[None, :] == expert[:, None]).to(tl.int32), axis=1)
-    needed = (size + ROWS - 1) // ROWS
-    first_place = tl.cumsum(size, axis=0) - size
-    first_tile = tl.cumsum(needed, axis=0) - needed
-    used = tl.sum(needed, axis=0)
-    most = tl.max(needed, axis=0)
-    for i in range(0, most):
-        at = tiles_ptr + (first_tile + i) * 3
-        live = i < needed
-        tl.store(at, expert, mask=live)
-        tl.store(at + 1, first_place + i * ROWS, mask=live)
-        tl.store(at + 2, tl.minimum(first_place + (i + 1) * ROWS, first_place + size), mask=live)
-    for first in range(used, count, EXPERTS):
-        at = first + expert
-        for field in tl.static_range(3):
-            tl.store(tiles_ptr + at * 3 + field, tl.zeros((EXPERTS,), tl.int32), mask=at < count)
+def _count(
+    experts_ptr, order_ptr, tiles_ptr, pairs, experts,
+    ROWS: tl.constexpr, BY_PLACE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """One program an expert: where its pairs begin, their order, its tiles."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, STEP)
+    below, own = tl.zeros((STEP,), tl.int32), tl.zeros((STEP,), tl.int32)
+    for done in range(0, pairs, STEP):
+        chosen = tl.load(experts_ptr + done + lane, mask=done + lane < pairs, other=2**30).to(tl.int32)
+        below += (chosen < expert).to(tl.int32)
+        own += (chosen == expert).to(tl.int32)
+    first, size = tl.sum(below, axis=0), tl.sum(own, axis=0)
+    _list_tiles(tiles_ptr, expert, first, size, experts, ROWS, BY_PLACE)
+    if size > 0:
+        place = first
+        for done in range(0, pairs, STEP):
+            chosen = tl.load(experts_ptr + done + lane, mask=done + lane < pairs, other=2**30).to(tl.int32)
+            match = (chosen == expert).to(tl.int32)
+            at = place + tl.cumsum(match, axis=0) - 1
+            tl.store(order_ptr + at, done + lane, mask=match == 1)
+            place += tl.sum(match, axis=0)
+
+
+@triton.jit
+def _cut(starts_ptr, tiles_ptr, experts, ROWS: tl.constexpr, BY_PLACE: tl.constexpr):
+    """One program an expert: its tiles, of pairs that are sorted already."""
+    expert = tl.program_id(0)
+    first = tl.load(starts_ptr + expert).to(tl.int32)
+    size = tl.load(starts_ptr + expert + 1).to(tl.int32) - first
+    _list_tiles(tiles_ptr, expert, first, size, experts, ROWS, BY_PLACE)
 
 
 def max_tiles(pairs: int, experts: int, rows: int) -> int:
-    """Bound on the tiles of ``pairs`` pairs."""
-    return min(pairs, experts + pairs // rows)
+    """Entries of the list of tiles of ``pairs`` pairs."""
+    return min(pairs, experts + triton.cdiv(pairs, rows))
 
 
 def route(experts: Tensor, num_experts: int, rows: int) -> Route:
@@ -91,13 +116,15 @@ def route(experts: Tensor, num_experts: int, rows: int) -> Route:
     pairs = flat.numel()
     count = max_tiles(pairs, num_experts, rows)
     tiles = torch.empty(count, 3, dtype=torch.int32, device=flat.device)
-    if pairs <= COUNTING_LIMIT:
-        order = torch.empty(pairs, dtype=torch.int32, device=flat.device)
-        size = 16 if pairs <= 512 else 64
-        _place[(triton.cdiv(pairs, size),)](flat, order, pairs, SIZE=size, STEP=128)
-    else:
-        order = torch.sort(flat, stable=True)[1].to(torch.int32)
-    _tile[(1,)](
-        flat, tiles, pairs, count, ROWS=rows, EXPERTS=triton.next_power_of_2(num_experts), STEP=32, num_warps=8
-    )  # fmt: skip
+    constants = {"ROWS": rows, "BY_PLACE": count == pairs}
+    if pairs > COUNTING_LIMIT:
+        ordered, order = torch.sort(flat, stable=True)
+        ids = torch.arange(num_experts + 1, device=flat.device, dtype=flat.dtype)
+        _cut[(num_experts,)](torch.searchsorted(ordered, ids), tiles, num_experts, **constants, num_warps=1)
+        return Route(order.to(torch.int32), tiles, rows, experts.shape[-1])
+    order = torch.empty(pairs, dtype=torch.int32, device=flat.device)
+    step = next((step for step in (32, 128, 512) if pairs <= step), 2048)
+    _count[(num_experts,)](
+        flat, order, tiles, pairs, num_experts, **constants, STEP=step, num_warps=4 if step == 2048 else 1
+    )
     return Route(order, tiles, rows, experts.shape[-1])

@@ -1,7 +1,7 @@
 """Binding site objects to a model, and taking them off again.
 
 :func:`bind` hangs one object on every experts module, router and attention module, and points the configuration that
-those modules read at our two functions. Nothing is wrapped or replaced: parameters, names and the state dict stay as
+those modules read at our two functions. Modules are not wrapped: parameters, names and the state dict stay as
 they are, so checkpoints, FSDP and gradient checkpointing see the same model. :func:`unbind` restores every setting.
 
 The implementation is set on the configuration objects of the bound modules, not on the whole model: the vision encoder
@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from tracefp4.errors import ModelError
 from tracefp4.models import attention, experts
@@ -24,7 +23,7 @@ from tracefp4.models.experts import NAME
 from tracefp4.models.latent import hook_latent
 from tracefp4.models.layout import ModelLayout, describe
 from tracefp4.models.opaque import give_key, take_key
-from tracefp4.models.routing import hook_router
+from tracefp4.models.routing import Removable, hook_router
 from tracefp4.models.sites import SiteSet
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class Binding:
 
     layout: ModelLayout
     modules: list[nn.Module] = field(default_factory=list)
-    handles: list[RemovableHandle] = field(default_factory=list)
+    handles: list[Removable] = field(default_factory=list)
     settings: list[tuple[Any, str, Any]] = field(default_factory=list)
     """``(configuration, attribute, value before)``."""
 

@@ -133,21 +133,21 @@ def _by_kernel(module: Any, site: ExpertsSite, x: Tensor, index: Tensor, gates: 
     gate_up = grouped_linear(
         x_op.values, x_op.scale, up, pairs, per_token=True, bias=module.gate_up_proj_bias if bias else None
     )
-    h_op = _middle(module, site, gate_up, torch.arange(index.numel(), device=x.device))
+    h_op = _middle(module, site, gate_up)
     out = grouped_linear(
         h_op.values, h_op.scale, down, pairs, per_token=False, bias=module.down_proj_bias if bias else None
     )
     return weighted_sum(out, gates)
 
 
-def _middle(module: Any, site: Any, gate_up: Tensor, pairs: Tensor) -> Operand:
-    """Gate and ``site.middle``; in one pass where the site has one and the gate is the usual ``silu(gate) * up``."""
+def _middle(module: Any, site: Any, gate_up: Tensor) -> Operand:
+    """Gate and ``site.middle``, pairs in order; one pass if the site has one and the gate is ``silu(gate) * up``."""
     from tracefp4.kernels.gate import gate
 
     if not _gate_is_silu(module):
-        return site.middle(module._apply_gate(gate_up), pairs)
-    operand = site.gated(gate_up, pairs)
-    return site.middle(gate(gate_up), pairs) if operand is None else operand
+        return site.middle(module._apply_gate(gate_up), None)
+    operand = site.gated(gate_up)
+    return site.middle(gate(gate_up), None) if operand is None else operand
 
 
 def _gate_is_silu(module: Any) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import ModelError
+from tracefp4.models.sites import Choice
 
 KEY = "tracefp4_key"
 """Attribute of a bound module that holds its number."""
@@ -95,6 +96,18 @@ def route(index: Tensor, module: int) -> Tensor:
 @route.register_fake
 def _(index: Tensor, module: int) -> Tensor:
     return torch.empty_like(index)
+
+
+@torch.library.custom_op("tracefp4::choose", mutates_args=())
+def choose(logits: Tensor, module: int, top_k: int, renormalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A plain router's choice by its site object; see :class:`tracefp4.models.sites.ChoosingSite`."""
+    return _module(module).tracefp4.choose(logits, Choice(top_k, renormalise, dtype))
+
+
+@choose.register_fake
+def _(logits: Tensor, module: int, top_k: int, renormalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = logits.shape[0], top_k
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
 
 
 @torch.library.custom_op("tracefp4::latent", mutates_args=())

@@ -8,25 +8,38 @@ indices, so the gradient reaches the router as if it had chosen them itself.
 Families differ in how gate values follow from logits. Rather than trusting a model's name, every rule below is tried on
 the router's own choice, and the one that reproduces the router's own weights is taken. A router that no rule explains
 is refused.
+
+An engine has nothing to replay. Where a router is *plain*, the largest ``K`` of a softmax of one product, the engine's
+site object may choose by itself, in one kernel (:mod:`tracefp4.kernels.choice`). Whether it is plain is tried out too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from tracefp4.errors import ModelError
+from tracefp4.kernels.runtime import usable
 from tracefp4.models import opaque
 from tracefp4.models.experts import site_of
+from tracefp4.models.sites import Choice, ChoosingSite
 
 Rule = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """``(router, logits (T, E), indices (T, K)) -> weights (T, K)``."""
 Routed = tuple[Tensor, Tensor, Tensor]
 """``(logits, weights, indices)``, what a router returns."""
+
+
+class Removable(Protocol):
+    """What takes a hook off again, such as PyTorch's ``RemovableHandle``."""
+
+    def remove(self) -> None:
+        """Take it off."""
+        ...
 
 
 def softmax_all(router: nn.Module, logits: Tensor, indices: Tensor) -> Tensor:
@@ -87,11 +100,40 @@ def choose_rule(router: nn.Module, logits: Tensor, weights: Tensor, indices: Ten
     return rules[best]
 
 
-def probe_rule(router: Any, name: str, tokens: int = 64) -> Rule:
+def probe_rule(router: Any, name: str) -> Rule:
     """Run ``router`` on random hidden states and choose its rule.
 
     Raises:
         ModelError: see :func:`choose_rule`, or a router that does not return ``(logits, weights, indices)``.
+    """
+    return choose_rule(router, *_probe(router, name)[1], name)
+
+
+def plain_choice(router: Any, name: str, rule: Rule) -> Choice | None:
+    """How ``router`` chooses if it is plain; ``None`` if it is not.
+
+    Plain is a router without state besides its weight, whose logits are one product, whose choice is the largest
+    ``K`` of them in order, and whose gate values follow ``rule`` from a softmax over all experts.
+
+    Raises:
+        ModelError: a router that does not return ``(logits, weights, indices)``.
+    """
+    state = [*router.named_parameters(), *router.named_buffers()]
+    if rule not in (softmax_all, softmax_renormalised) or [key for key, _ in state] != ["weight"]:
+        return None
+    hidden, (logits, weights, indices) = _probe(router, name)
+    largest = logits.float().topk(indices.shape[-1], dim=-1).values
+    same = torch.equal(logits, F.linear(hidden, router.weight))
+    if not same or not torch.equal(logits.float().gather(-1, indices), largest):
+        return None
+    return Choice(indices.shape[-1], rule is softmax_renormalised, weights.dtype)
+
+
+def _probe(router: Any, name: str, tokens: int = 64) -> tuple[Tensor, Routed]:
+    """Random hidden states ``(tokens, H)``, and what the router makes of them.
+
+    Raises:
+        ModelError: a router that does not return ``(logits, weights, indices)``.
     """
     weight: Tensor = router.weight
     generator = torch.Generator().manual_seed(0)
@@ -101,11 +143,14 @@ def probe_rule(router: Any, name: str, tokens: int = 64) -> Rule:
         output = type(router).forward(router, hidden)
     if not isinstance(output, tuple) or len(output) != 3:
         raise ModelError(f"router {name} ({type(router).__name__}) does not return (logits, weights, indices)")
-    return choose_rule(router, *output, name)
+    return hidden, output
 
 
-def hook_router(router: Any, name: str) -> RemovableHandle:
+def hook_router(router: Any, name: str) -> Removable:
     """Pass the choices of ``router`` through ``route`` of its site object, and gate values through the router's rule.
+
+    If the router is plain, its site object chooses by itself and kernels are in use, ``choose`` of the site object
+    takes the place of the router's own code.
 
     The rule is chosen here, on random hidden states. A router whose weight is sharded or not materialised yet cannot
     run outside the model: its rule is chosen by the first forward that replays.
@@ -115,14 +160,41 @@ def hook_router(router: Any, name: str) -> RemovableHandle:
         name: its name, for messages.
 
     Returns:
-        The handle that removes the hook.
+        What removes it again.
 
     Raises:
         ModelError: see :func:`probe_rule`.
     """
     weight = router.weight
     whole = not (weight.is_meta or hasattr(weight, "placements"))
-    return router.register_forward_hook(_Replay(name, probe_rule(router, name) if whole else None))
+    rule = probe_rule(router, name) if whole else None
+    if rule is not None and isinstance(site_of(router), ChoosingSite) and usable(weight):
+        choice = plain_choice(router, name, rule)
+        if choice is not None and "forward" not in vars(router):
+            return _Chosen(router, choice)
+    return router.register_forward_hook(_Replay(name, rule))
+
+
+class _Chosen:
+    """Lets the site object of a plain router choose; the module's own code does not run."""
+
+    def __init__(self, router: Any, choice: Choice) -> None:
+        self._router = router
+
+        def forward(hidden_states: Tensor) -> Routed:
+            logits = F.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), router.weight)
+            if torch.compiler.is_compiling():
+                number = getattr(router, opaque.KEY)
+                made = opaque.choose(logits, number, choice.top_k, choice.renormalise, choice.dtype)
+            else:
+                made = site_of(router).choose(logits, choice)
+            return logits, *made
+
+        router.forward = forward
+
+    def remove(self) -> None:
+        """Let the router run its own code again."""
+        del self._router.forward
 
 
 class _Replay:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from tracefp4.formats.packed import Packed
@@ -65,6 +66,26 @@ class RouterSite(Protocol):
         recomputed from the live logits at those indices, so the router still learns. A row of ``-1`` keeps the own
         ones.
         """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a plain router chooses: the ``top_k`` largest of a float32 softmax, likeliest first."""
+
+    top_k: int
+    renormalise: bool
+    """Gate values are divided by their sum."""
+    dtype: torch.dtype
+    """Of the gate values."""
+
+
+@runtime_checkable
+class ChoosingSite(Protocol):
+    """A :class:`RouterSite` that can choose by itself where the router is plain, in place of the module's own code."""
+
+    def choose(self, logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+        """For ``logits (T, E)`` return gate values ``(T, K)`` and experts ``(T, K)`` int64; ``route`` is not asked."""
         ...
 
 

@@ -123,17 +123,17 @@ class Capture:
 
         Args:
             site: which.
-            q: bit planes and scales of ``R`` vectors: ``T`` tokens, or with ``pairs`` token and slot pairs.
+            q: bit planes and scales of ``R`` vectors, ``T`` tokens times those of a token.
             slots: ``(T,)`` int64 slot of each token.
             tickets: ``(T,)`` int32 ticket of each token.
-            pairs: ``(R,)`` int64 ``token * vectors + vector`` of each row; ``None`` if rows are tokens.
+            pairs: ``(R,)`` int64 ``token * vectors + vector`` of each row; ``None`` if rows are in that order.
         """
         column = self._columns.get(site)
         if column is None:
             return
         vectors = column.shape.vectors
         token = None if pairs is None else torch.div(pairs, vectors, rounding_mode="floor")
-        ticket = tickets if token is None else tickets[token]
+        ticket = tickets.unsqueeze(1).expand(-1, vectors) if token is None else tickets[token]
         if q.planes is None:
             raise EngineError(f"site {site} has no bit planes to record")
         parts = [q.planes, q.scales]
@@ -146,7 +146,7 @@ class Capture:
         parts.append(ticket.reshape(-1, 1).contiguous().view(torch.uint8))
         view = self._view(column)
         if token is None or pairs is None:
-            view[:, 0].index_put_((slots,), torch.cat(parts, dim=-1))
+            view.index_put_((slots,), torch.cat(parts, dim=-1).unflatten(0, (-1, vectors)))
         else:
             view.index_put_((slots[token], pairs - token * vectors), torch.cat(parts, dim=-1))
 
@@ -155,6 +155,10 @@ class Capture:
         if self.routes is None:
             raise EngineError("a model without MoE layers has no routes to record")
         self.routes[:, index].index_put_((slots,), chosen.to(self.routes.dtype))
+
+    def routes_of(self, index: int) -> Tensor | None:
+        """Where the ``index``-th MoE layer records its routes, ``(slots, top_k)``; ``None`` if nothing does."""
+        return None if self.routes is None else self.routes[:, index]
 
     def read(self, slots: Tensor) -> list[Rows | None]:
         """Gather the rows of ``slots (T,)``: what was recorded of each run of the table, ``None`` if the pool has it.

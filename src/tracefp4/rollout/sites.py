@@ -30,7 +30,7 @@ from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.operands import OperandCache
-from tracefp4.models.sites import LayerSites, Operand
+from tracefp4.models.sites import Choice, LayerSites, Operand
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.quantizers.residual import compensated
 from tracefp4.rollout.attend import attend_decode, attend_prefill
@@ -134,19 +134,20 @@ class _Experts:
         batch = self.owner.here(f"{self.layer}.enter")
         return self._quantize(Kind.EXPERTS_IN, x, batch, None)
 
-    def middle(self, h: Tensor, pairs: Tensor) -> Operand:
+    def middle(self, h: Tensor, pairs: Tensor | None) -> Operand:
+        """``pairs``: of each row; ``None`` if they are in order."""
         batch = self.owner.here(f"{self.layer}.middle")
         return self._quantize(Kind.EXPERTS_MID, h, batch, pairs)
 
-    def gated(self, gate_up: Tensor, pairs: Tensor) -> Operand | None:
-        """:meth:`middle` of ``silu(gate) * up`` for ``gate_up (P, 2I)`` in one pass, if there is a kernel for it."""
+    def gated(self, gate_up: Tensor) -> Operand | None:
+        """:meth:`middle` of ``silu(gate) * up``, ``gate_up (P, 2I)`` in order of pairs, if there is a kernel for it."""
         numerics = self.owner.spec.for_kind(Kind.EXPERTS_MID)
         if numerics is None or self.owner.residual:
             return None
         q = round_gated(gate_up, numerics, self.owner.capture.bits_of(Site(self.layer, Kind.EXPERTS_MID)))
         if q is None:
             return None
-        return self._recorded(Kind.EXPERTS_MID, q, self.owner.here(f"{self.layer}.middle"), pairs)
+        return self._recorded(Kind.EXPERTS_MID, q, self.owner.here(f"{self.layer}.middle"), None)
 
     def _weight(self, module: nn.Module, projection: str) -> Operand:
         weight = getattr(module, projection)
@@ -194,6 +195,16 @@ class _Router:
         batch = self.owner.here(f"{self.index}.route")
         self.owner.capture.write_routes(self.index, indices, batch.slots)
         return None
+
+    def choose(self, logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+        """Choose and record in one kernel, where there is one."""
+        from tracefp4.kernels.choice import choose
+
+        batch = self.owner.here(f"{self.index}.route")
+        return choose(
+            logits, choice.top_k, renormalise=choice.renormalise, dtype=choice.dtype,
+            routes=self.owner.capture.routes_of(self.index), slots=batch.slots,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
