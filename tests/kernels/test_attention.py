@@ -36,8 +36,9 @@ def filled(name, device, *, tokens, heads, width, seed=0, page=16):
         kv.scales.fill_(130)
     k, v = (torch.randn(heads, tokens, width, generator=generator).to(torch.bfloat16) for _ in range(2))
     any_rules = rules(numerics_of(name or "mxfp4-ceil"))
-    for x in (k, v):
-        append(x.transpose(0, 1).to(device), kv, any_rules, slots.to(device), values=x is v)
+    # V with other strides than K, as it comes from a joined product.
+    both = torch.cat([v, torch.zeros_like(v)], dim=-1).to(device)[..., :width]
+    append(k.transpose(0, 1).to(device), both.transpose(0, 1), kv, any_rules, slots.to(device))
     return kv, table, slots, k, v
 
 
@@ -86,8 +87,8 @@ def test_every_scale_byte_is_recoded(device, same):
     x = torch.zeros(128, 1, 64, dtype=torch.float32)
     x[:127, 0, ::16] = (6 * data.view(torch.float8_e4m3fn).float())[:, None]
     kv = pool_tensors(128, 1, 64, rules(n), device)
-    append(x.to(device), kv, rules(n), torch.arange(128, device=device))
-    assert same(kv.scales[:127, 0].cpu(), words.recode(data))
+    append(x.to(device), x.to(device), kv, rules(n), torch.arange(128, device=device))
+    assert same(kv.scales[:127].cpu(), words.recode(data)[:, None].expand(-1, 8))
 
 
 def test_rope(device, same):
@@ -101,8 +102,11 @@ def test_rope(device, same):
     expected = blocks.quantize(x * cos[:, None] + turned * sin[:, None], n)
     kv = pool_tensors(6, 2, 64, rules(n), device)
     slots = torch.arange(6, device=device)
-    append(x.to(device), kv, rules(n), slots, (cos.to(device), sin.to(device)))
-    assert same(kv.codes.unflatten(1, (2, 2, 16))[:, :, 0].flatten(1).cpu(), words.to_words(expected.codes).flatten(1))
+    append(x.to(device), x.to(device), kv, rules(n), slots, (cos.to(device), sin.to(device)))
+    plain = blocks.quantize(x, n)
+    for part, q in enumerate((expected, plain)):  # V is not turned
+        found = kv.codes.unflatten(1, (2, 2, 16))[:, :, part].flatten(1).cpu()
+        assert same(found, words.to_words(q.codes).flatten(1))
 
 
 def shapes():

@@ -129,8 +129,7 @@ class KVPlane:
             from tracefp4.kernels.kv_append import append
 
             made = None if n is None else rules(n)
-            for kind, x in parts.items():
-                append(x.to(self.format.dtype), kv, made, slots, values=kind == Kind.V)
+            append(parts[Kind.K].to(self.format.dtype), parts[Kind.V].to(self.format.dtype), kv, made, slots)
             return None
         kinds = [kind for kind in self.format.sizes if kind in parts]
         rows = torch.cat([parts[kind].flatten(1) for kind in kinds], dim=1).to(self.format.dtype)
