@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tracefp4.errors import FormatError
 from tracefp4.formats import e2m1, words
@@ -154,6 +157,44 @@ def test_weighted_sum(device, same):
     expected = rows.view(3, 2, 80).float() * weights[..., None]
     found = weighted_sum(rows.to(device), weights.to(device))
     assert same(found, (expected[:, 0] + expected[:, 1]).bfloat16())
+
+
+class Peak(TorchDispatchMode):
+    """Most bytes that the tensors made inside of it take at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.most = 0
+        self._seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self._seen |= {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for storage in [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]:
+            if id(storage) not in self._seen:
+                self._seen.add(id(storage))
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._gone, id(storage), storage.nbytes())
+        return out
+
+    def _gone(self, key, nbytes):
+        self._seen.discard(key)
+        self.now -= nbytes
+
+
+def test_arranging_takes_less_than_three_times_the_weight_in_bfloat16():
+    """What a sync may take on a GPU (test_engine.py), of which arranging a projection is the most; and the way back."""
+    weight = torch.randn(4, 1024, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    packed = pack_weight(weight, get_spec("nvfp4-w4a4").weights)
+    kept = packed.codes.nbytes + packed.scales.nbytes
+    packed_again(arrange(packed), set_aside(packed), packed.numerics)  # tables are made once
+    with Peak() as peak:
+        arranged = arrange(packed)
+    assert arranged.values.nbytes < peak.most < 3 * weight.nbytes - kept
+    with Peak() as peak:
+        packed_again(arranged, set_aside(packed), packed.numerics)
+    assert packed.codes.nbytes < peak.most < 3 * weight.nbytes - kept
 
 
 @pytest.mark.parametrize("group", [1, 2 * 40 * 128, 1 << 24])
