@@ -56,6 +56,80 @@ def test_a_compiled_engine_takes_new_weights(make_bench, make_request):
     assert logprob_gap(bench.engine.generate(requests), fresh.engine.generate(requests)) == 0
 
 
+class Graphs:
+    """A backend that keeps what the compiler would be given, and runs it as it is."""
+
+    def __init__(self):
+        self.products = []
+
+    def __call__(self, module, inputs):
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def keep(graph, _):
+            names = [str(node.target) for node in graph.graph.nodes]
+            self.products.append(sum("mm." in name or "mm_" in name for name in names))
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=keep, inference_compiler=keep)(module, inputs)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_one_product_makes_q_k_and_v(make_bench, make_request, family):
+    """A layer has products for Q, K and V, for the output, and for the router; experts are not traced."""
+    graphs, requests = Graphs(), [make_request("a", 9, samples=2, max_new_tokens=4)]
+    bench = make_bench(family, compile_decode=graphs)
+    expected = make_bench(family).engine.generate(requests)
+    found = bench.engine.generate(requests)
+    assert [r.response_ids for r in expected] == [r.response_ids for r in found]
+    assert logprob_gap(expected, found) < 1e-4
+    assert {count for count in graphs.products if count} == {3}  # the sampler has none
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_joined_weights_are_the_same_model_in_the_same_memory(make_bench, make_request, family):
+    from tracefp4.models.tiny import tiny_model
+
+    plain, joined = make_bench(family), make_bench(family, compile_decode="eager")
+    before, after = plain.engine.model.state_dict(), joined.engine.model.state_dict()
+    assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+    assert plain.engine.weight_bytes == joined.engine.weight_bytes
+    assert plain.engine.digest() == joined.engine.digest()
+    attention = joined.engine.model.get_submodule(joined.engine.layout.attentions[0])
+    parts = attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    state = dict(tiny_model(family, seed=9, dtype=torch.float32).named_parameters())
+    assert plain.engine.sync(state, 1) == joined.engine.sync(state, 1)
+    assert all(
+        torch.equal(state[f"model.layers.0.self_attn.{n}.weight"], getattr(attention, n).weight)
+        for n in ("q_proj", "k_proj", "v_proj")
+    )
+    requests = [make_request("a", 9, samples=2)]
+    assert logprob_gap(plain.engine.generate(requests), joined.engine.generate(requests)) == 0
+
+
+@pytest.mark.parametrize("change", ["missing", "hook", "class", "bias", "tied"])
+def test_other_projections_are_left_alone(change):
+    from torch import nn
+
+    from tracefp4.rollout.projections import join
+
+    attention = nn.Module()
+    attention.q_proj, attention.k_proj, attention.v_proj = (nn.Linear(8, n, bias=False) for n in (16, 8, 8))
+    if change == "missing":  # latent attention
+        del attention.k_proj
+    if change == "hook":
+        attention.k_proj.register_forward_hook(lambda *_: None)
+    if change == "class":
+        attention.v_proj = nn.Sequential(attention.v_proj)
+    if change == "bias":
+        attention.q_proj = nn.Linear(8, 16)
+    if change == "tied":
+        attention.v_proj.weight = attention.k_proj.weight
+    assert not join(attention)
+    assert not any("forward" in vars(part) for part in attention.children())
+
+
 @pytest.mark.slow
 def test_fused_layers_agree_up_to_rounding(make_bench, make_request):
     requests = [make_request("a", 9, samples=2)]

@@ -6,7 +6,8 @@ all layers of a kind share one compiled graph, so compiling takes seconds, whate
 are (:mod:`tracefp4.models.opaque`): quantizing, recording, attention and experts run as if nothing had been compiled.
 
 Fused arithmetic rounds less often than the separate kernels of a trainer do: a norm and what follows it stay in float32
-registers. That is how serving engines compute, and one of the reasons why a rollout and its trainer differ.
+registers. That is how serving engines compute, and one of the reasons why a rollout and its trainer differ. Q, K and V
+become one product (:mod:`tracefp4.rollout.projections`).
 
 The sampler is compiled as well, on its own: as separate kernels its random numbers would cross memory some twenty
 times, 64 bits for each token of the vocabulary and sequence. Its random bits are the same either way; logarithms may
@@ -24,25 +25,27 @@ import torch
 from torch import nn
 
 from tracefp4.models.layout import ModelLayout
+from tracefp4.rollout.projections import join
 
 
-def compile_layers(decoder: nn.Module, layout: ModelLayout, backend: str = "inductor") -> tuple[int, ...]:
+def compile_layers(model: nn.Module, layout: ModelLayout, backend: str = "inductor") -> tuple[int, ...]:
     """Let every decoder layer with softmax attention be compiled at its first call inside of :func:`compiling`.
 
     Linear-attention layers keep their state in cache objects of their own, one for each layer, which would cost a
     compilation each; they stay as they are.
 
     Args:
-        decoder: with ``layers``.
-        layout: of its model.
+        model: with the decoder of ``layout``.
+        layout: of the model.
         backend: of ``torch.compile``.
 
     Returns:
         The numbers of the layers.
     """
-    layers: nn.ModuleList = decoder.layers  # type: ignore[assignment]
+    layers: nn.ModuleList = model.get_submodule(layout.decoder).layers  # type: ignore[assignment]
     chosen = tuple(index for index in range(layout.num_layers) if index not in set(layout.linear_layers))
     for index in chosen:
+        join(model.get_submodule(layout.attentions[index]))
         layers[index].compile(dynamic=True, backend=backend)
     return chosen
 

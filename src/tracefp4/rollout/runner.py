@@ -94,7 +94,7 @@ class Runner:
         self._compiled, self._sample = bool(compiled), sample
         if compiled:
             backend = "inductor" if compiled is True else compiled
-            compile_layers(self.decoder, layout, backend)
+            compile_layers(model, layout, backend)
             if not usable(self.head.weight):  # type: ignore[arg-type]
                 self._sample = torch.compile(sample, dynamic=True, backend=backend)
         self.graph_steps = 0
