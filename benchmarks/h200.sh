@@ -26,7 +26,7 @@ bench() { # name, seconds, arguments...
 }
 
 step test-quantize 70 "$python" -m pytest tests/kernels/test_quantize.py tests/kernels/test_guided.py tests/kernels/test_seams.py -m gpu -q
-step test-products 90 "$python" -m pytest tests/kernels/test_attention.py tests/kernels/test_experts.py -m gpu -q
+step test-products 90 "$python" -m pytest tests/kernels/test_attention.py tests/kernels/test_experts.py tests/kernels/test_choice.py -m gpu -q
 bench codec 30 codec
 bench qat 45 qat
 bench experts 180 experts --shape 30b --batch 1 --batch 16 --batch 64 --batch 256

@@ -169,13 +169,15 @@ def _expert_layer(bench: Bench, shape: str, arm: str) -> tuple:
 
 
 def _experts_case(bench: Bench, shape: str, arm: str, batch: int, layers: list[tuple]) -> None:
+    from tracefp4.kernels.choice import choose
     from tracefp4.kernels.experts import grouped_linear, tile_rows, weighted_sum
     from tracefp4.kernels.gate import gate
     from tracefp4.kernels.routing import route
 
     experts, hidden, inter = EXPERTS[shape]
     generator = torch.Generator(device=bench.device).manual_seed(batch)
-    chosen = torch.rand(batch, experts, generator=generator, device=bench.device).topk(TOP_K, -1)[1]
+    logits = torch.rand(batch, experts, generator=generator, device=bench.device)
+    chosen = logits.topk(TOP_K, -1)[1]
     rows = tile_rows(batch * TOP_K, experts)
     pairs, name = route(chosen, experts, rows), f"experts {shape} B{batch}"
     x, gated = _random(bench, batch, hidden), _random(bench, batch * TOP_K, inter, 1)
@@ -210,6 +212,11 @@ def _experts_case(bench: Bench, shape: str, arm: str, batch: int, layers: list[t
         bench.add(f"{name} round x", arm, [lambda: round_nearest(x, n)], None)
         bench.add(f"{name} gate and round", arm, [lambda: round_gated(up, n)], None)
     if arm == "bf16":
+        kept, slots = chosen.to(torch.uint8), torch.arange(batch, device=bench.device)
+        choice: Work = lambda: choose(  # noqa: E731
+            logits, TOP_K, renormalise=True, dtype=torch.bfloat16, routes=kept, slots=slots
+        )
+        bench.add(f"choice {shape} B{batch}", "bf16", [choice], None)
         bench.add(f"route {shape} B{batch}", "bf16", [lambda: route(chosen, experts, rows)], None)
         out, gates = torch.zeros(batch * TOP_K, hidden, device=x.device).to(x.dtype), torch.rand(chosen.shape).to(x)
         bench.add(f"weighted sum {shape} B{batch}", "bf16", [lambda: weighted_sum(out, gates)], out.nbytes)
