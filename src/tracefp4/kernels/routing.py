@@ -118,8 +118,8 @@ def route(experts: Tensor, num_experts: int, rows: int) -> Route:
     tiles = torch.empty(count, 3, dtype=torch.int32, device=flat.device)
     constants = {"ROWS": rows, "BY_PLACE": count == pairs}
     if pairs > COUNTING_LIMIT:
-        ordered, order = torch.sort(flat, stable=True)
-        ids = torch.arange(num_experts + 1, device=flat.device, dtype=flat.dtype)
+        ordered, order = torch.sort(flat.to(torch.int32), stable=True)
+        ids = torch.arange(num_experts + 1, device=flat.device, dtype=torch.int32)
         _cut[(num_experts,)](torch.searchsorted(ordered, ids), tiles, num_experts, **constants, num_warps=1)
         return Route(order.to(torch.int32), tiles, rows, experts.shape[-1])
     order = torch.empty(pairs, dtype=torch.int32, device=flat.device)
