@@ -12,7 +12,8 @@ from tracefp4.errors import ConfigError, EngineError, NonFiniteError
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.plan import Plan
 from tracefp4.models.tiny import VOCAB, tiny_model
-from tracefp4.rollout.embedded import HOLD_STEPS, EmbeddedEngine
+from tracefp4.rollout.embedded import EmbeddedEngine
+from tracefp4.rollout.loop import HOLD_STEPS
 from tracefp4.rollout.registry import engine_names, make_engine
 from tracefp4.rollout.runner import Flight, Runner
 

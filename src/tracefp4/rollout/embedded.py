@@ -7,12 +7,7 @@ One step, which is everything that ever happens::
     scheduler.decode    every running sequence gets a slot for its newest token, is forwarded, and samples the next
     harvest             what ended gives its rows to the store, then its pages back
 
-On a GPU a decode step is launched before the one in front of it has told its tokens, so that the host schedules,
-decides who ended and gathers while the GPU works. Who ends with a token that nobody knew yet is in the next step
-already; that row is dropped. When somebody waits to be prefilled, or pages become few, the step in flight lands first.
-
-Gathering a row costs little and beginning to gather much, so sequences that end within a few steps of each other are
-gathered together, unless somebody waits for their pages.
+The order and what runs ahead of what is :mod:`tracefp4.rollout.loop`'s.
 
 It computes as a serving engine does: decode attends to one query a sequence over a paged pool of FP4 codes, prefill in
 chunks, experts with FP4 weights and activations. It shares no intermediate result with a trainer, so the numerical gap
@@ -27,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack
-from itertools import compress
 from typing import Any
 
 import torch
@@ -46,18 +40,16 @@ from tracefp4.rollout.admission import Limits, check_request, recorded_shapes, s
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.engine import Capabilities, Digest, EngineStats
 from tracefp4.rollout.harvest import Harvester
+from tracefp4.rollout.loop import Loop
 from tracefp4.rollout.pool import KVPool, PageAllocator, check_storable
-from tracefp4.rollout.request import Sampled, Sequence, StopRules, eos_token_ids
-from tracefp4.rollout.runner import Flight, Runner
+from tracefp4.rollout.request import Sequence, StopRules, eos_token_ids
+from tracefp4.rollout.runner import Runner
 from tracefp4.rollout.sampler import stream_key
 from tracefp4.rollout.scheduler import RESIDENT_STATES, Scheduler
 from tracefp4.rollout.sites import EngineSites
 from tracefp4.rollout.state import StatePool
 from tracefp4.rollout.stepwise import StepwiseEngine
 from tracefp4.rollout.sync import WeightSync
-
-HOLD_STEPS = 16
-"""Steps after which a sequence that ended is gathered at the latest."""
 
 
 class EmbeddedEngine(StepwiseEngine):
@@ -120,9 +112,8 @@ class EmbeddedEngine(StepwiseEngine):
         self._build(embedding.weight.dtype, store, graphs, compile_decode, residual)
         decode = None if tokenizer is None else _decoder(tokenizer)
         self._stops = StopRules(eos_token_ids(model, tokenizer), decode)
-        self._overlap = self.device.type == "cuda" if overlap is None else overlap
-        self._flight: Flight | None = None
-        """The decode step whose tokens are not known yet."""
+        run_ahead = self.device.type == "cuda" if overlap is None else overlap
+        self._loop = Loop(self.scheduler, self._runner, self._stops, self._stats, run_ahead)
         self._version: int | None = 0
         self._arrivals = 0
         self._active: set[str] = set()
@@ -159,10 +150,6 @@ class EmbeddedEngine(StepwiseEngine):
             cuda_graphs,
             compiled,
         )
-        self._ended: list[Sequence] = []
-        """Sequences that are done and whose rows were not gathered yet; they still own their pages."""
-        self._due_at = 0
-        """Step at which they are gathered at the latest."""
         self._harvester = Harvester(self.capture, self.pool, self.pages, self.plan, self.spec.hash, store, device)
         self._stats = EngineStats()
 
@@ -205,7 +192,7 @@ class EmbeddedEngine(StepwiseEngine):
     @property
     def busy(self) -> bool:
         """Whether requests are in flight."""
-        return self.scheduler.busy or bool(self._ended)
+        return self._loop.busy
 
     # -- Sampling
 
@@ -247,82 +234,28 @@ class EmbeddedEngine(StepwiseEngine):
         _ = self.weight_version
         with ExitStack() as undo:
             undo.callback(self._drop_everything)
-            finished = self._step()
+            try:
+                finished = self._step()
+            except NonFiniteError as error:
+                raise NonFiniteError(f"{error} under weights of version {self._version}") from None
             undo.pop_all()
         return finished
 
     def _step(self) -> list[Rollout]:
         self._stats.steps += 1
         finished: list[Rollout] = []
-        if self.scheduler.waiting or self.scheduler.resident:
-            self._land()
-            # Whoever waits may need the pages of those that ended.
+        if self._loop.waited_for:
+            self._loop.land()
             finished += self._collect()
-            self._begin()
-        # Nobody is retracted whose token is in flight.
-        if self.pages.free < len(self.scheduler.running):
-            self._land()
-        running = self.scheduler.decode(0 if self._flight is None else 1)
-        flight = self._runner.launch(running, self._flight) if running else None
-        self._land()
-        self._flight = flight
-        if not self._overlap:
-            self._land()
-        return finished + (self._collect() if self._due() else [])
-
-    def _begin(self) -> None:
-        """Prefill, and let members of finished prompts sample their first token."""
-        chunks = self.scheduler.prefill()
-        if chunks:
-            self._runner.prefill(chunks)
-            self._stats.prefill_tokens += sum(chunk.stop - chunk.start for chunk in chunks)
-        starts = self.scheduler.start()
-        if starts:
-            self._runner.copy(starts)
-            self._stats.shared_tokens += sum(len(s.prefix.tokens) for s in starts if not s.inherits)
-            self._take([s.sequence for s in starts], self._runner.sample_first(starts))
-
-    def _land(self) -> None:
-        """Take the tokens of the step in flight, if there is one; rows of sequences that are gone are dropped."""
-        flight, self._flight = self._flight, None
-        if flight is None:
-            return
-        live = [s.finish is None and bool(s.pages) for s in flight.sequences]
-        self._stats.decode_tokens += sum(live)
-        self._take(list(compress(flight.sequences, live)), list(compress(flight.land(), live)))
-
-    def _take(self, sequences: Items[Sequence], sampled: Items[Sampled]) -> None:
-        """Append sampled tokens, and let those sequences leave that end with them."""
-        for sequence, new in zip(sequences, sampled, strict=True):
-            if new.logprob != new.logprob:
-                raise NonFiniteError(
-                    f"request {sequence.request.id!r}, token {sequence.length}: the logits are NaN under weights of "
-                    f"version {self._version}"
-                )
-            sequence.append(*new)
-            sequence.finish = self._stops.reason(sequence)
-            if sequence.finish is not None:
-                if not self._ended:
-                    self._due_at = self._stats.steps + HOLD_STEPS
-                self.scheduler.leave(sequence)
-                self._ended.append(sequence)
-
-    def _due(self) -> bool:
-        """Whether sequences that ended are to be gathered now, and not together with those that end next."""
-        scheduler = self.scheduler
-        return bool(self._ended) and (
-            self._stats.steps >= self._due_at
-            or bool(scheduler.waiting or scheduler.resident)
-            or self.pages.free < 2 * len(scheduler.running)
-            or not scheduler.running
-        )
+            self._loop.begin()
+        self._loop.decode()
+        return finished + (self._collect() if self._loop.due else [])
 
     def _collect(self) -> list[Rollout]:
         """Gather what was recorded of the sequences that ended, and give their pages away."""
-        ended, self._ended = self._ended, []
+        ended, rollouts = self._loop.take(), []
         if not ended:
             return []
-        rollouts = []
         try:
             for sequence, found in zip(ended, self._harvester.collect(ended, self.weight_version), strict=True):
                 self._stats.finished += 1
@@ -359,12 +292,7 @@ class EmbeddedEngine(StepwiseEngine):
         """
         if request_id not in self._active:
             raise EngineError(f"no request {request_id!r} is in flight ({len(self._active)} are)")
-        dropped = self.scheduler.abort(request_id)
-        ended = [sequence for sequence in self._ended if sequence.request.id == request_id]
-        for sequence in ended:
-            self.scheduler.finish(sequence)
-        self._ended = [sequence for sequence in self._ended if sequence not in ended]
-        dropped = sorted(dropped + ended, key=lambda s: s.sample)
+        dropped = self._loop.abort(request_id)
         self._stats.aborted += len(dropped)
         self._active.discard(request_id)
         return [self._rollout(sequence) for sequence in dropped]
@@ -377,12 +305,7 @@ class EmbeddedEngine(StepwiseEngine):
         self._active = self.scheduler.request_ids()
 
     def _drop_everything(self) -> None:
-        self._flight = None
-        for sequence in self._ended:
-            self.scheduler.finish(sequence)
-        self._ended = []
-        for request_id in self.scheduler.request_ids():
-            self.scheduler.abort(request_id)
+        self._loop.clear()
         self._active.clear()
 
     # -- Weights
