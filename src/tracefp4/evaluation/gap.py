@@ -51,6 +51,7 @@ def score(
     temperature: float = 1.0,
     micro_tokens: int = 16384,
     progress: Callable[[int], None] | None = None,
+    observer: Observer | None = None,
 ) -> Scored:
     """Score rollouts with a trainer.
 
@@ -64,18 +65,19 @@ def score(
         temperature: the rollouts' temperature.
         micro_tokens: padded rows a forward.
         progress: called with the number of rollouts done.
+        observer: counts something else than the usual, where there is a ``truth``.
     """
     device = next(model.parameters()).device
     examples = [_example(i, r, guidance[i] if guidance else None) for i, r in enumerate(rollouts)]
-    out = Scored([np.empty(0)] * len(rollouts), [np.empty(0)] * len(rollouts))
+    out = Scored([np.empty(0)] * len(rollouts), [np.empty(0)] * len(rollouts), observer or Observer())
     done = 0
     for group in plan_micro_batches(examples, micro_tokens):
         batch = collate(group, device)
         if truth is not None:
             known = collate([_example(e.index, rollouts[e.index], truth[e.index]) for e in group], device)
             out.observer.truth = known.guidance
-        observer = out.observer if truth is not None else None
-        with sites.batch(batch, guided=guidance is not None, replay=replay, observer=observer):
+        seeing = out.observer if truth is not None else None
+        with sites.batch(batch, guided=guidance is not None, replay=replay, observer=seeing):
             logprobs, entropy = token_logprobs(model, batch, temperature)
         delta = (logprobs.double() - batch.rollout_logprobs.double()).cpu().numpy()
         mask, entropies = batch.response.cpu().numpy(), entropy.cpu().numpy()
