@@ -52,7 +52,7 @@ def test_every_tensor_of_a_micro_batch_is_found():
     batch = collate([Example((1, 2, 3, 4), 1, routes=torch.zeros(3, 1, 2), top=top)], CPU)
     found = [tensor.data_ptr() for tensor in tensors_in(batch)]
     assert batch.routes is not None and batch.top is not None
-    for tensor in (batch.input_ids, batch.real, batch.routes, batch.top.ids):
+    for tensor in (batch.input_ids, batch.real, batch.places, batch.routes.experts, batch.top.ids):
         assert tensor.data_ptr() in found
     nested = {"a": [batch, (torch.ones(1),)]}
     assert len(list(tensors_in(nested))) == len(found) + 1

@@ -44,7 +44,7 @@ class Rounding:
     """Codes and block scales, for a backward pass."""
 
     @classmethod
-    def of(cls, q: Quantized, bits: int, operand: Tensor) -> Rounding:
+    def of(cls, q: Quantized, bits: int, operand: Tensor | None) -> Rounding:
         """What :func:`round_nearest` returns, of codes that were made already and an operand that stands for them."""
         return cls(operand, None, pack_bits(q.codes, bits) if bits else None, q.scales, q.global_scale, q.numerics)
 
@@ -65,19 +65,25 @@ class Rounding:
         return Quantized(self.scales, self.scales, self.global_scale, self.numerics).decode_scale()
 
 
-def round_nearest(x: Tensor, numerics: Numerics, bits: int = 0, *, pack: bool = False) -> Rounding:
+def round_nearest(
+    x: Tensor, numerics: Numerics, bits: int = 0, *, pack: bool = False, values: torch.dtype | None = None
+) -> Rounding:
     """Quantize ``x (R, D)`` to nearest, for a product, keeping ``bits`` low bits of each code (0: none).
 
-    With ``pack`` the codes are returned too, two a byte.
+    With ``pack`` the codes are returned too, two a byte. With ``values`` dequantized values in that dtype stand in the
+    place of operands.
     """
     if has_kernel(x, numerics):
         from tracefp4.kernels.quantize import quantize
 
-        out = quantize(x.detach(), rules(numerics), operand=True, packed=pack, bits=bits, decode=True)
+        out = quantize(
+            x.detach(), rules(numerics), operand=values is None, values=values, packed=pack, bits=bits, decode=True
+        )
         packed = None if out.packed is None else Packed(out.packed, out.scales, numerics)
-        return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode, packed)
+        return Rounding(out.operand, out.values, out.planes, out.scales, out.global_scale, numerics, out.decode, packed)
     q = quantize_nearest(x, numerics)
-    found = Rounding.of(q, bits, q.operand())
+    found = Rounding.of(q, bits, q.operand() if values is None else None)
+    found.values = None if values is None else q.dequantize(values)
     found.packed = Packed.of(q) if pack else None
     return found
 
@@ -129,4 +135,4 @@ def round_recorded(
         operand=values is None, values=values, packed=pack,
     )  # fmt: skip
     packed = None if out.packed is None else Packed(out.packed, out.scales, numerics)
-    return Rounding(out.operand, out.values, None, out.scales, out.global_scale, numerics, packed=packed)
+    return Rounding(out.operand, out.values, None, out.scales, out.global_scale, numerics, out.decode, packed)

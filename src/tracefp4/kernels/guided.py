@@ -69,7 +69,7 @@ def _recorded_bits(ptr, row, block, width, TILE: tl.constexpr, BLOCK: tl.constex
 @triton.jit
 def _quantize_guided(
     x_ptr, planes_ptr, recorded_ptr, global_ptr, rows_ptr, valid_ptr,
-    codes_ptr, packed_ptr, scales_ptr, new_global_ptr, operand_ptr, values_ptr,
+    codes_ptr, packed_ptr, scales_ptr, new_global_ptr, decode_ptr, operand_ptr, values_ptr,
     width, x_stride, vectors,
     TILE: tl.constexpr, ORDERED: tl.constexpr, PARTIAL: tl.constexpr, SCALE_BITS: tl.constexpr, BITS: tl.constexpr,
     CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr,
@@ -100,6 +100,8 @@ def _quantize_guided(
             g = tl.where(follows, g, global_from_amax(top, GLOBAL_RULE, GLOBAL_FORM))
         tl.store(new_global_ptr + row, g)
     encode, decode = global_forms(g, SCOPE, GLOBAL_FORM, CONSTANT)
+    if SCOPE == "token":
+        tl.store(decode_ptr + row, decode)
     scale = _recorded_scales(recorded_ptr, source, block, inside, width // BLOCK, SCALE_BITS)
     if PARTIAL or SCALE_BITS != 8:
         own = block_scale(amax, encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
@@ -165,18 +167,20 @@ def quantize_guided(
         values: write dequantized values in this dtype.
 
     Returns:
-        ``scales`` and ``global_scale`` as used, and what was asked for. A block with a NaN has the NaN scale byte.
+        ``scales`` and ``global_scale`` (with its decode form) as used, and what was asked for. A block with a NaN has the NaN scale byte.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
     count, width = x.shape
 
     out = allocate(x, x.shape[:1], width, rules, codes, packed, operand, values, 0)
+    if rules.scope == "token":
+        out.decode = torch.empty((count, 1), dtype=torch.float32, device=x.device)
     tile, none = tile_of(width, rules), out.scales
     _quantize_guided[(count, triton.cdiv(width // rules.block, tile))](
         x, planes, recorded, *(given_or(t, none) for t in (global_scale, rows, valid, out.codes, out.packed)),
         out.scales,
-        *(given_or(t, none) for t in (out.global_scale, out.operand, out.values)),
+        *(given_or(t, none) for t in (out.global_scale, out.decode, out.operand, out.values)),
         width, x.stride(0), vectors,
         TILE=tile, ORDERED=rows is not None, PARTIAL=valid is not None, SCALE_BITS=scale_bits, BITS=bits,
         CODES=codes, PACKED=packed, OPERAND=operand, VALUES=values is not None,

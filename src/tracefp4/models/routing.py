@@ -207,7 +207,8 @@ class _Replay:
         logits, weights, own = output
         if torch.compiler.is_compiling():
             return logits, weights, opaque.route(own, getattr(module, opaque.KEY))
-        chosen = site_of(module).route(own)
+        site = site_of(module)
+        chosen = site.route(own)
         if chosen is None:
             return None
         if chosen.shape != own.shape:
@@ -217,5 +218,6 @@ class _Replay:
         if self.rule is None:
             self.rule = choose_rule(module, logits.detach(), weights.detach(), own, self.name)
         chosen = chosen.to(own.device, own.dtype)
-        indices = torch.where((chosen < 0).any(dim=-1, keepdim=True), own, chosen)
+        settled = getattr(site, "settled", False)
+        indices = chosen if settled else torch.where((chosen < 0).any(dim=-1, keepdim=True), own, chosen)
         return logits, self.rule(module, logits, indices).to(weights.dtype), indices

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tracefp4.kernels.runtime import usable
 from tracefp4.models.kept import Kept, tensors_of
-from tracefp4.models.sites import ExpertsSite, Operand
+from tracefp4.models.sites import Operand
 
 
 def takes(module: Any, x: Tensor) -> bool:
@@ -23,17 +23,23 @@ def takes(module: Any, x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and module.gate_up_proj.dtype is x.dtype and usable(x) and not module.has_bias
 
 
-def forward(module: Any, site: ExpertsSite, x: Tensor, index: Tensor, gates: Tensor) -> Tensor:
+def forward(module: Any, site: Any, x: Tensor, index: Tensor, gates: Tensor) -> Tensor:
     """As :func:`tracefp4.models.experts.experts_forward`, with gradients."""
     from tracefp4.kernels.experts_training import ROWS, expert_starts
-    from tracefp4.kernels.routing import route
+    from tracefp4.kernels.routing import Route, route
 
-    pairs = route(index, module.num_experts, ROWS)
-    where = pairs, expert_starts(index, pairs, module.num_experts)
+    def sort() -> tuple[Route, Tensor]:
+        pairs = route(index, module.num_experts, ROWS)
+        return pairs, expert_starts(index, pairs, module.num_experts)
+
+    remember = getattr(site, "remember", None)
+    where = sort() if remember is None else remember(index, sort)
     transposed = bool(getattr(module, "is_transposed", False))
     up, x_op = site.gate_up(module), site.enter(x)
     h = module._apply_gate(_Linear.apply(x, module.gate_up_proj, x_op, up, where, True, transposed))
-    down, h_op = site.down(module), site.middle(h, torch.arange(index.numel(), device=x.device))
+    # A trainer's site takes rows in order without being told.
+    order = torch.arange(index.numel(), device=x.device) if remember is None else None
+    down, h_op = site.down(module), site.middle(h, order)
     out = _Linear.apply(h, module.down_proj, h_op, down, where, False, transposed)
     return _Combine.apply(out, gates)
 

@@ -44,6 +44,12 @@ def response_deltas(train: Tensor, rollout: Tensor, mask: Tensor) -> NDArray[np.
     return difference.cpu().numpy()
 
 
+def token_deltas(train: Tensor, rollout: Tensor, places: Tensor) -> Tensor:
+    """As :func:`response_deltas`, of the tokens at ``places (T,)`` of the flattened tensors; stays on the device."""
+    ours, theirs = (x.detach().flatten().index_select(0, places).double() for x in (train, rollout))
+    return ours - theirs
+
+
 def k3(deltas: ArrayLike) -> NDArray[np.float64]:
     """``exp(delta) - 1 - delta`` for each token, float64, accurate for small deltas (``expm1``)."""
     delta = np.asarray(deltas, dtype=np.float64)

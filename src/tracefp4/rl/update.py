@@ -32,12 +32,12 @@ from tracefp4.rl.centering import centering_term
 from tracefp4.rl.clipping import BYPASS
 from tracefp4.rl.corrections import CorrectionStats, correction_weights
 from tracefp4.rl.losses import Denominators, LossStats, policy_loss
-from tracefp4.rl.metrics import mismatch_metrics, response_deltas
+from tracefp4.rl.metrics import mismatch_metrics, token_deltas
 from tracefp4.training.ahead import ahead
 from tracefp4.training.batch import Example, MicroBatch, collate, filler, plan_micro_batches
 from tracefp4.training.observe import Observer
 from tracefp4.training.optimizer import MasterAdamW
-from tracefp4.training.policy import TokenScores, score_tokens, token_logprobs
+from tracefp4.training.policy import TokenScores, score_tokens, spread, token_logprobs
 from tracefp4.training.ranks import ALONE, Ranks
 from tracefp4.training.sites import TrainerSites
 
@@ -181,7 +181,7 @@ class Updater:
             raise EngineError("loss.score_centering needs the sampler's top log-probs, and the rollouts carry none")
         cap = config.correction.cap if config.correction.name == "tis" else None
         term = centering_term(scored.top, batch.top.logprobs, cap)
-        return torch.zeros_like(scored.logprobs).masked_scatter(batch.response, term)
+        return spread(term, batch)
 
     def _check_coverage(self, tally: Tally) -> None:
         coverage, least = tally.coverage(), self.config.train.min_coverage
@@ -199,17 +199,18 @@ class Updater:
             for batch in self._batches(part, load):
                 logprobs = self._forward(batch, guided=True)
                 for b, index in enumerate(batch.index):  # none, of an empty micro-batch
-                    found[index] = logprobs[b, : int(batch.real[b].sum())]
+                    found[index] = logprobs[b, : batch.lengths[b]]
         return found
 
     @torch.no_grad()
     def _unguided(self, examples: Sequence[Example]) -> dict[str, float]:
-        deltas = [np.empty(0)]
+        deltas = []
         for batch in self._batches(examples, None):
             logprobs = self._forward(batch, guided=False)
             if batch.index:
-                deltas.append(response_deltas(logprobs, batch.rollout_logprobs, batch.response))
-        return mismatch_metrics(self._ranks.gather_array(np.concatenate(deltas)), "_unguided")
+                deltas.append(token_deltas(logprobs, batch.rollout_logprobs, batch.places))
+        mine = torch.cat(deltas).cpu().numpy() if deltas else np.empty(0)
+        return mismatch_metrics(self._ranks.gather_array(mine), "_unguided")
 
     def _forward(self, batch: MicroBatch, guided: bool) -> Tensor:
         with self.sites.batch(batch, guided=guided):
@@ -229,17 +230,20 @@ def _micro_batch(group: Sequence[Example], load: Loader | None, device: torch.de
 
 
 class Tally:
-    """Sums of a batch of experience over its micro-batches and, when they are read, over the ranks."""
+    """Sums of a batch of experience over its micro-batches and, when they are read, over the ranks.
+
+    What lies on the device stays there until the metrics are read: a GPU is kept waiting by whoever looks at a number.
+    """
 
     def __init__(self, old: dict[int, Tensor] | None, ranks: Ranks = ALONE) -> None:
         self._old, self._ranks = old, ranks
-        self._deltas: list[np.ndarray] = [np.empty(0)]
-        self._entropy = self._tokens = self._loss = 0.0
-        self._guided = self._rows = 0.0
+        self._deltas: list[Tensor] = []
+        self._sums: list[Tensor] = []
+        self._tokens = self._guided = self._rows = 0.0
         self._has_guidance = False
         self._stats: LossStats | None = None
         self._corrected: CorrectionStats | None = None
-        self._observed: dict[str, float] = {}
+        self._observer: Observer | None = None
 
     def old(self, batch: MicroBatch, logprobs: Tensor) -> Tensor:
         """Old log-probs of a micro-batch: those computed before the first update, else the current ones."""
@@ -253,7 +257,7 @@ class Tally:
 
     def wants_observation(self, batch: MicroBatch) -> bool:
         """Flip rates are counted on the first guided micro-batch only: they cost a second quantization."""
-        return batch.guidance is not None and not self._observed
+        return batch.guidance is not None and self._observer is None
 
     def add(
         self,
@@ -267,18 +271,17 @@ class Tally:
     ) -> None:
         """Add one micro-batch."""
         before = self.old(batch, logprobs)
-        self._deltas.append(response_deltas(before, batch.rollout_logprobs, batch.response))
-        self._tokens += float(batch.response.sum())
-        self._entropy += float(entropy.sum())
-        self._loss += float(loss)
-        self._rows += float(batch.real.sum())
+        self._deltas.append(token_deltas(before, batch.rollout_logprobs, batch.places))
+        self._tokens += batch.places.numel()
+        self._sums.append(torch.stack([entropy.sum(), loss]))
+        self._rows += sum(batch.lengths)
         if batch.guidance is not None:
             self._has_guidance = True
-            self._guided += float(batch.guidance.guided.sum())
+            self._guided += batch.guidance.count
         self._stats = stats if self._stats is None else self._stats + stats
         self._corrected = corrected if self._corrected is None else self._corrected + corrected
         if observer is not None:
-            self._observed = observer.totals()
+            self._observer = observer
 
     def coverage(self) -> float:
         """Share of rows that were guided so far. The sites of a plan are recorded together, so it is theirs too."""
@@ -287,17 +290,20 @@ class Tally:
 
     def metrics(self) -> dict[str, float]:
         """Scalars for the journal."""
-        out = mismatch_metrics(self._ranks.gather_array(np.concatenate(self._deltas)))
-        entropy, tokens, loss = self._ranks.sum([self._entropy, self._tokens, self._loss])
+        deltas = torch.cat(self._deltas).cpu().numpy() if self._deltas else np.empty(0)
+        out = mismatch_metrics(self._ranks.gather_array(deltas))
+        sums = torch.stack(self._sums).double().sum(0).tolist() if self._sums else [0.0, 0.0]
+        entropy, tokens, loss = self._ranks.sum([sums[0], self._tokens, sums[1]])
         out |= {"entropy": entropy / max(tokens, 1.0), "loss": loss, "train/tokens": tokens}
         out |= _over_ranks(LossStats, self._stats, self._ranks).metrics()
         out |= _over_ranks(CorrectionStats, self._corrected, self._ranks).metrics()
         coverage = self.coverage()
         if self._ranks.any(self._has_guidance):
             out["guidance/coverage"] = coverage
+        observed = {} if self._observer is None else self._observer.totals()
         for key in ("flip_rate", "scale_mismatch"):
-            if key in self._observed:
-                out[f"guidance/{key}"] = self._observed[key]
+            if key in observed:
+                out[f"guidance/{key}"] = observed[key]
         return out
 
 

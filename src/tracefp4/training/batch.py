@@ -11,7 +11,7 @@ Row ``t`` of a sequence is the forward pass of token ``t`` and predicts token ``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class GuidedRows:
     """``(R,)`` bool: the row has guidance."""
     complete: bool
     """Every real row is guided; then the sites need not compute the unguided rounding."""
+    count: int
+    """Rows that are guided."""
     sites: dict[Site, SiteRecord]
     """Recorded outcomes with ``R`` rows, on the device; rows that are not guided hold zeros and are never read. Checks
     of congruent scales have one row a sequence, ``(B, ceil(S / 16))``."""
@@ -65,6 +67,22 @@ class GuidedRows:
         """Which vectors of a site are guided: bool ``(R * vectors,)``, or in the order of ``rows`` if given."""
         mask = self.guided.repeat_interleave(shape.vectors)
         return mask if rows is None else mask[rows]
+
+
+@dataclass(slots=True)
+class Routes:
+    """Expert routes of one micro-batch. They are the same in a layer's forward pass and when it is computed again."""
+
+    experts: Tensor
+    """``(moe_layers, B * S, top_k)`` int64."""
+    known: Tensor | None
+    """``(moe_layers, B * S, 1)`` bool: the route was recorded; elsewhere ``experts`` means nothing and a router keeps its
+    own choice. ``None``: all were, and padding has the routes of real rows, over which it is spread evenly."""
+    layers: tuple[Tensor, ...] = field(init=False)
+    """``experts`` by layer, always the same objects."""
+
+    def __post_init__(self) -> None:
+        self.layers = self.experts.unbind(0)
 
 
 @dataclass(slots=True)
@@ -87,9 +105,13 @@ class MicroBatch:
     """``(B, S)`` float32, 0 outside the response."""
     index: tuple[int, ...]
     """Caller's positions."""
+    lengths: tuple[int, ...]
+    """Rows of each sequence that are not padding, on the host."""
+    places: Tensor
+    """``(T,)`` int64: where the response tokens stand among the ``B * S`` rows. Known on the host when the batch is made,
+    so that nobody has to wait for the device to learn how many there are."""
     guidance: GuidedRows | None
-    routes: Tensor | None
-    """``(B * S, moe_layers, top_k)`` int64; -1 where nothing was recorded."""
+    routes: Routes | None
     top: TopLogprobs | None = None
     """The sampler's likeliest tokens: ids int64 and log-probs float32 ``(T, k)``, ``T`` the response tokens row by row,
     on the device; ``None`` unless every example has them."""
@@ -140,6 +162,8 @@ def collate(examples: Sequence[Example], device: torch.device, pad_id: int = 0) 
         rollout_logprobs=logprobs.to(**move),
         advantages=advantages.to(**move),
         index=tuple(e.index for e in examples),
+        lengths=tuple(e.rows for e in examples),
+        places=response.flatten().nonzero().squeeze(-1).to(**move),
         guidance=_stack_guidance(examples, width, device),
         routes=_stack_routes(examples, width, device),
         top=_stack_top(examples, device),
@@ -182,15 +206,21 @@ def _stack_top(examples: Sequence[Example], device: torch.device) -> TopLogprobs
     return TopLogprobs(ids.to(device), torch.cat([top.logprobs for top in known]).to(device))
 
 
-def _stack_routes(examples: Sequence[Example], width: int, device: torch.device) -> Tensor | None:
+def _stack_routes(examples: Sequence[Example], width: int, device: torch.device) -> Routes | None:
     known = next((e.routes for e in examples if e.routes is not None), None)
     if known is None:
         return None
     routes = torch.full((len(examples), width, *known.shape[1:]), -1, dtype=torch.int16)
     for b, e in enumerate(examples):
         if e.routes is not None:
-            routes[b, : e.rows] = e.routes.to(torch.int16)
-    return routes.flatten(0, 1).to(device).to(torch.int64)
+            mine = e.routes.to(torch.int16)
+            routes[b, : e.rows] = mine
+            for start in range(e.rows, width, e.rows):
+                routes[b, start : start + e.rows] = mine[: width - start]
+    experts = routes.flatten(0, 1).transpose(0, 1).contiguous()
+    recorded = (experts >= 0).all(-1, keepdim=True)
+    known_rows = None if bool(recorded.all()) else recorded.to(device, non_blocking=True)
+    return Routes(experts.to(device, non_blocking=True).to(torch.int64), known_rows)
 
 
 def _stack_guidance(examples: Sequence[Example], width: int, device: torch.device) -> GuidedRows | None:
@@ -204,4 +234,4 @@ def _stack_guidance(examples: Sequence[Example], width: int, device: torch.devic
             guided[b, : e.rows] = e.record.valid
         complete = complete and bool(guided[b, : e.rows].all())
     sites = stack_sites([e.record for e in examples], known, width, device)
-    return GuidedRows(guided.flatten().to(device), complete, sites)
+    return GuidedRows(guided.flatten().to(device, non_blocking=True), complete, int(guided.sum()), sites)

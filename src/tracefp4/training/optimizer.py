@@ -12,7 +12,7 @@ the layers round them when they gather. Only the gradient norm needs the other r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,11 @@ from torch.distributed.tensor import DTensor
 from tracefp4.config import OptimizerConfig
 from tracefp4.errors import CheckpointError, NonFiniteError
 from tracefp4.training.sharding import Lazy, local, part_of, whole
+
+_SMALL = 1 << 22
+"""Values of a gradient up to which it is widened beside others."""
+_TOGETHER = 1 << 25
+"""Values that are widened at a time."""
 
 
 class MasterAdamW:
@@ -57,16 +62,25 @@ class MasterAdamW:
         To be called after each micro-batch: bfloat16 gradients that are added up in place lose what is below 1/256 of
         the sum, more with every micro-batch.
         """
+        first: tuple[list[Tensor], list[Tensor]] = [], []
+        more: tuple[list[Tensor], list[Tensor]] = [], []
         for name, p in self.params.items():
             if p.grad is None:
                 continue
-            master = self.masters[name]
-            grad = local(p.grad)
-            if master.grad is None:
-                master.grad = grad.to(torch.float32)
-            else:
-                master.grad.add_(grad)
+            master, grad = self.masters[name], local(p.grad)
             p.grad = None
+            if master.grad is not None:
+                more[0].append(master.grad)
+                more[1].append(grad)
+            elif grad.dtype is torch.float32:
+                master.grad = grad
+            else:
+                master.grad = torch.empty_like(grad, dtype=torch.float32)
+                first[0].append(master.grad)
+                first[1].append(grad)
+        if first[0]:
+            torch._foreach_copy_(*first)
+        _add(*more)
 
     def zero_grad(self) -> None:
         """Drop all gradients, of the model and of the masters."""
@@ -82,10 +96,10 @@ class MasterAdamW:
 
     def grad_norm(self) -> Tensor:
         """Global L2 norm of the collected gradients, float32 scalar on the device."""
-        norms = [torch.linalg.vector_norm(grad) for grad in self.gradients().values()]
-        if not norms:
+        grads = list(self.gradients().values())
+        if not grads:
             raise NonFiniteError("no parameter has a gradient; the loss does not depend on the model")
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
         if self._mesh is None:
             return norm
         square = norm.square()
@@ -113,8 +127,7 @@ class MasterAdamW:
         for group in self._adam.param_groups:
             group["lr"] = self.learning_rate() if lr is None else lr
         if scale < 1.0:
-            for grad in self.gradients().values():
-                grad.mul_(scale)
+            torch._foreach_mul_(list(self.gradients().values()), scale)
         self._adam.step()
         self._round()
         self.zero_grad()
@@ -124,9 +137,9 @@ class MasterAdamW:
     @torch.no_grad()
     def _round(self) -> None:
         """Masters into the model. A sharded model's parameters are its masters."""
-        for name, p in self.params.items():
-            if not isinstance(p, DTensor):
-                p.copy_(self.masters[name])
+        own = [(p, self.masters[name]) for name, p in self.params.items() if not isinstance(p, DTensor)]
+        if own:
+            torch._foreach_copy_([p for p, _ in own], [master for _, master in own])
 
     def learning_rate(self) -> float:
         """Configured rate at the current step, with linear warm-up."""
@@ -165,6 +178,38 @@ class MasterAdamW:
                 }
         self.steps = steps
         self._round()
+
+
+def _add(totals: list[Tensor], grads: list[Tensor]) -> None:
+    """Add narrow gradients to their FP32 totals, in as few launches as there can be.
+
+    PyTorch adds many tensors in one launch only if all are of one dtype. So on a GPU small gradients are widened
+    together first; large ones, each of which is worth a launch, are added as they are.
+    """
+    alone: tuple[list[Tensor], list[Tensor]] = [], []
+    together: tuple[list[Tensor], list[Tensor]] = [], []
+    for total, grad in zip(totals, grads, strict=True):
+        chosen = together if grad.is_cuda and grad.numel() <= _SMALL else alone
+        chosen[0].append(total)
+        chosen[1].append(grad)
+    if alone[0]:
+        torch._foreach_add_(*alone)
+    for part in _parts(together[1]):
+        wide = [torch.empty_like(grad, dtype=torch.float32) for grad in together[1][part]]
+        torch._foreach_copy_(wide, together[1][part])
+        torch._foreach_add_(together[0][part], wide)
+
+
+def _parts(tensors: list[Tensor]) -> Iterator[slice]:
+    """Consecutive parts of at most :data:`_TOGETHER` values, or one tensor."""
+    start = size = 0
+    for index, tensor in enumerate(tensors):
+        if index > start and size + tensor.numel() > _TOGETHER:
+            yield slice(start, index)
+            start, size = index, 0
+        size += tensor.numel()
+    if tensors:
+        yield slice(start, len(tensors))
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

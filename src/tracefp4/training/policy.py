@@ -61,20 +61,24 @@ def score_whole(model: Any, batch: MicroBatch, temperature: float, chunk: int) -
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(model).__name__} has no output head")
-    rows, targets = hidden[batch.response], batch.targets[batch.response]
+    rows = hidden.flatten(0, 1).index_select(0, batch.places)
+    targets = batch.targets.flatten().index_select(0, batch.places)
     likeliest = None if batch.top is None else batch.top.ids
     pieces = []
-    for start in range(0, rows.shape[0], chunk):
-        top = None if likeliest is None else likeliest[start : start + chunk]
-        part = (head, rows[start : start + chunk], targets[start : start + chunk], top, temperature)
+    # One gradient of all pieces: slices would each give one of the whole.
+    for index, (some, theirs) in enumerate(zip(rows.split(chunk), targets.split(chunk), strict=True)):
+        top = None if likeliest is None else likeliest[index * chunk : (index + 1) * chunk]
+        part = (head, some, theirs, top, temperature)
         pieces.append(
             checkpoint(_head_logprobs, *part, use_reentrant=False) if torch.is_grad_enabled() else _head_logprobs(*part)
         )
-    logprobs = torch.zeros(batch.response.shape, dtype=torch.float32, device=hidden.device)
-    entropy = torch.zeros_like(logprobs)
-    logprobs = logprobs.masked_scatter(batch.response, torch.cat([piece[0] for piece in pieces]))
-    entropy = entropy.masked_scatter(batch.response, torch.cat([piece[1] for piece in pieces]))
+    logprobs, entropy = (spread(torch.cat([piece[i] for piece in pieces]), batch) for i in range(2))
     return TokenScores(logprobs, entropy, None if likeliest is None else torch.cat([piece[2] for piece in pieces]))
+
+
+def spread(values: Tensor, batch: MicroBatch) -> Tensor:
+    """Put values of the response tokens ``(T,)`` in their places; ``(B, S)``, 0 elsewhere."""
+    return values.new_zeros(batch.response.numel()).index_copy(0, batch.places, values).view(batch.response.shape)
 
 
 def recompute_layers(model: Any) -> None:
@@ -89,9 +93,10 @@ def recompute_layers(model: Any) -> None:
 def _head_logprobs(
     head: nn.Module, rows: Tensor, targets: Tensor, top: Tensor | None, temperature: float
 ) -> tuple[Tensor, ...]:
-    logits = head(rows).float() / temperature
-    logs = torch.log_softmax(logits, dim=-1)
-    with torch.no_grad():
-        entropy = -(logs.exp() * logs).sum(-1)
+    logits = head(rows).float()
+    logs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
     chosen = logs.gather(-1, targets[:, None]).squeeze(-1)
-    return (chosen, entropy) if top is None else (chosen, entropy, logs.gather(-1, top))
+    likeliest = None if top is None else logs.gather(-1, top)
+    with torch.no_grad():  # last, where the backward pass, which does not need it, no longer comes
+        entropy = -(logs.exp() * logs).sum(-1)
+    return (chosen, entropy) if likeliest is None else (chosen, entropy, likeliest)

@@ -12,9 +12,10 @@ pass is done, because gradient checkpointing runs every layer again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +33,12 @@ from tracefp4.models.layout import ModelLayout
 from tracefp4.models.sites import LayerSites, Operand
 from tracefp4.quantizers.guided import quantize_guided
 from tracefp4.quantizers.nearest import quantize_nearest
-from tracefp4.training.batch import GuidedRows, MicroBatch
+from tracefp4.training.batch import GuidedRows, MicroBatch, Routes
 from tracefp4.training.checks import ScaleChecks
 from tracefp4.training.observe import Observer
 from tracefp4.training.weights import WeightOperands
+
+T = TypeVar("T")
 
 
 class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
@@ -60,7 +63,8 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         self.weights = WeightOperands(spec.weights) if weights is None else weights
         self.shapes: dict[Site, SiteShape] = {shape.site: shape for shape in layout.site_shapes(spec)}
         self.guidance: GuidedRows | None = None
-        self.routes: Tensor | None = None
+        self.routes: Routes | None = None
+        self._sorted: dict[int, tuple[Tensor, object]] = {}
         self.observer: Observer | None = None
         self.checks = ScaleChecks()
         self.pack_saved = False
@@ -87,12 +91,14 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         self.guidance = batch.guidance if guided else None
         self.routes = batch.routes if replay else None
         self.observer = observer
+        self._sorted.clear()
         if observer is not None and observer.truth is None:
             observer.truth = batch.guidance
         try:
             yield
         finally:
             self.guidance = self.routes = self.observer = None
+            self._sorted.clear()
             if observer is not None:
                 observer.truth = None
 
@@ -111,6 +117,16 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
             return fused.values
         return self.quantize(site, x, numerics).dequantize(x.dtype)
 
+    def remember(self, layer: int, index: Tensor, make: Callable[[], T]) -> T:
+        """What follows from a layer's routes ``index`` alone, made once while a micro-batch is attached.
+
+        Replayed routes are the same tensor when a layer is computed again for its backward pass.
+        """
+        kept = self._sorted.get(layer)
+        if kept is None or kept[0] is not index:
+            kept = self._sorted[layer] = (index, make())
+        return cast(T, kept[1])
+
     def _packs(self, numerics: Numerics) -> bool:
         return self.pack_saved and numerics.element == "e2m1" and torch.is_grad_enabled()
 
@@ -123,7 +139,7 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         guidance = self.guidance
         recorded = guidance.sites.get(site) if guidance is not None else None
         if guidance is None or recorded is None:
-            return None if values else round_nearest(x, numerics, pack=self._packs(numerics))
+            return round_nearest(x, numerics, pack=values is None and self._packs(numerics), values=values)
         if self.decoder != "bracket":
             return None
         valid, pack = None if guidance.complete else guidance.guided, values is None and self._packs(numerics)
@@ -185,8 +201,12 @@ class _Experts:
     def enter(self, x: Tensor) -> Operand:
         return self._operand(Kind.EXPERTS_IN, x, None)
 
-    def middle(self, h: Tensor, pairs: Tensor) -> Operand:
+    def middle(self, h: Tensor, pairs: Tensor | None) -> Operand:
         return self._operand(Kind.EXPERTS_MID, h, pairs)
+
+    def remember(self, index: Tensor, make: Callable[[], T]) -> T:
+        """See :meth:`TrainerSites.remember`."""
+        return self.owner.remember(self.layer, index, make)
 
     def _operand(self, kind: Kind, x: Tensor, rows: Tensor | None) -> Operand:
         numerics = self.owner.spec.for_kind(kind)
@@ -199,10 +219,17 @@ class _Experts:
 class _Router:
     owner: TrainerSites
     index: int
+    settled = True
+    """Rows without a recorded route are given the own one here, no ``-1`` is returned."""
 
     def route(self, indices: Tensor) -> Tensor | None:
         routes = self.owner.routes
-        return None if routes is None else routes[:, self.index]
+        if routes is None:
+            return None
+        chosen = routes.layers[self.index]
+        if routes.known is None or chosen.shape != indices.shape:
+            return chosen
+        return torch.where(routes.known[self.index], chosen, indices)
 
 
 @dataclass(slots=True)
