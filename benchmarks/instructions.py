@@ -31,10 +31,13 @@ from tracefp4.kernels import (
     dequantize,
     experts,
     experts_training,
+    gate,
     guided,
     kv_append,
+    norm,
     planes,
     quantize,
+    rotary,
     routing,
     sample,
 )
@@ -52,9 +55,10 @@ def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **op
         elif name.endswith("_ptr"):
             signature[name] = pointers.get(name, "*bf16")
         else:
-            signature[name] = "fp32" if name in ("factor", "shift") else "i32"
-    plain = {"factor", "shift", "window", "splits", "blocks", "vectors", "queries", "context", "pairs", "count",
-             "x_groups", "per_global", "first_head", "heads", "experts"}  # fmt: skip
+            signature[name] = "fp32" if name in ("factor", "shift", "eps") else "i32"
+    plain = {"factor", "shift", "eps", "steps", "parts", "tokens", "length", "window", "splits", "blocks", "vectors",
+             "queries", "context", "pairs", "count", "x_groups", "per_global", "first_head", "heads",
+             "experts"}  # fmt: skip
     divisible = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in {*constants, *plain}
     }
@@ -142,10 +146,15 @@ def rounding() -> list[bool]:
         done.append(report(f"gate and quantize {name}", quantize._quantize, SMALL, gated, 1024, num_warps=1,
                            enable_fp_fusion=False))  # fmt: skip
         for bits, scale_bits, partial in ((1, 8, False), (1, 3, True), (4, 8, False)):
-            follow = {"ORDERED": partial, "PARTIAL": partial, "SCALE_BITS": scale_bits, "BITS": bits, "CODES": False,
+            follow = {"GATED": False, "ORDERED": partial, "PARTIAL": partial, "SCALE_BITS": scale_bits, "BITS": bits,
+                      "CODES": False,
                       "PACKED": False, "OPERAND": True, "VALUES": False}  # fmt: skip
             done.append(report(f"guided {name} r{bits}/s{scale_bits}{' partial' * partial}", guided._quantize_guided,
                                SMALL, shared | follow, 2048, num_warps=2, enable_fp_fusion=False))  # fmt: skip
+        follow = {"GATED": True, "ORDERED": False, "PARTIAL": False, "SCALE_BITS": 8, "BITS": 1, "CODES": False,
+                  "PACKED": False, "OPERAND": True, "VALUES": False}  # fmt: skip
+        done.append(report(f"gate and guided {name} r1", guided._quantize_guided, SMALL, shared | follow, 2048,
+                           num_warps=2, enable_fp_fusion=False))  # fmt: skip
         done.append(report(f"dequantize {name}", dequantize._dequantize, SMALL | {"factor_ptr": "*fp32"},
                            {"TILE": 2048 // n.block, "BLOCK": n.block, "E8M0": n.e8m0, "FACTOR": True}, 2048,
                            num_warps=4, enable_fp_fusion=False))  # fmt: skip
@@ -157,6 +166,25 @@ def rounding() -> list[bool]:
         pointers = {"slots_ptr": "*i64", "codes_ptr": "*i16", "scales_ptr": BYTES}
         done.append(report(f"append {name}", kv_append._append, pointers, constants, 128, num_warps=1,
                            enable_fp_fusion=False))  # fmt: skip
+    return done
+
+
+def training() -> list[bool]:
+    """Norms, rotary embedding and gate of a training step; a value is one of the input."""
+    done, wide = [], {"inverse_ptr": "*fp32", "part_ptr": "*fp32"}
+    for width in (64, 576, 2048):
+        many, tile, warps = norm._sizes(width)
+        sizes = {"ROWS": many, "TILE": tile}
+        for word, kernel in (("norm", norm._norm), ("gradient of a norm", norm._norm_backward)):
+            done.append(report(f"{word} {width}", kernel, wide, sizes, many * width, num_warps=warps,
+                               enable_fp_fusion=False))  # fmt: skip
+    done.append(report("sum of parts", norm._add_parts, wide, {"STEP": 32, "COLUMNS": 32}, 1024, num_warps=4))
+    for back in (False, True):
+        constants = {"Q_HEADS": 16, "K_HEADS": 4, "HALF": 32, "REAL": 32, "BACK": back, "q_last": 1, "k_last": 1}
+        done.append(report(f"rotary{' back' * back}", rotary._rotate, {}, constants, 12 * 64, num_warps=4,
+                           enable_fp_fusion=False))  # fmt: skip
+    done.append(report("gradient of the gate", gate._gate_backward, {}, {"TILE": 1024}, 1024, num_warps=4,
+                       enable_fp_fusion=False))  # fmt: skip
     return done
 
 
@@ -238,6 +266,6 @@ def routing_of_a_layer() -> list[bool]:
 
 
 if __name__ == "__main__":
-    results = [*rounding(), *attention(), *products()]
+    results = [*rounding(), *training(), *attention(), *products()]
     print(f"\nTriton {triton.__version__}: {sum(results)} of {len(results)} kernels compiled for sm_90")
     sys.exit(0 if all(results) else 1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tracefp4.errors import TaskError
-from tracefp4.rl.metrics import k3, mismatch_by_position, mismatch_details, mismatch_metrics, response_deltas
+from tracefp4.rl.metrics import k3, mismatch_by_position, mismatch_details, mismatch_metrics, token_deltas
 
 
 def test_metrics_by_hand():
@@ -38,9 +38,9 @@ def test_k3_estimates_the_kl_of_rollout_and_train():
 def test_deltas_skip_what_is_not_response():
     train = torch.tensor([[-1.0, -2.0], [-3.0, float("nan")]], requires_grad=True)
     rollout = torch.tensor([[-1.5, -2.0], [-2.0, 0.0]])
-    mask = torch.tensor([[True, False], [True, False]])
-    deltas = response_deltas(train, rollout, mask)
-    assert deltas.dtype == np.float64
+    deltas = token_deltas(train, rollout, torch.tensor([0, 2]))
+    assert deltas.dtype is torch.float64
+    assert not deltas.requires_grad
     assert deltas.tolist() == [0.5, -1.0]
 
 

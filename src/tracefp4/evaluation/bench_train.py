@@ -33,6 +33,7 @@ from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
+from tracefp4.guidance.runs import SiteRuns
 from tracefp4.models.binding import bound
 from tracefp4.models.layout import ModelLayout, describe
 from tracefp4.training.ahead import ahead
@@ -161,7 +162,13 @@ class Case:
                         score_tokens(self.model, batch)
                     valid = torch.ones(example.rows, dtype=torch.bool)
                     example.record = Record(
-                        "r1-all+mid", token_hash(example.tokens), spec.hash, 0, example.rows, valid, recorder.sites
+                        "r1-all+mid",
+                        token_hash(example.tokens),
+                        spec.hash,
+                        0,
+                        example.rows,
+                        valid,
+                        SiteRuns.of(recorder.sites),
                     )
 
     @contextmanager

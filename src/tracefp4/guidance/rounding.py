@@ -88,7 +88,7 @@ def round_nearest(
     return found
 
 
-def round_gated(x: Tensor, numerics: Numerics, bits: int = 0) -> Rounding | None:
+def round_gated(x: Tensor, numerics: Numerics, bits: int = 0, *, pack: bool = False) -> Rounding | None:
     """:func:`round_nearest` of ``silu(gate) * up`` for ``x (R, 2 D)``, gate before up, in the same pass.
 
     ``None`` where there is no kernel for it. The gate is rounded as the eager code rounds it, so codes are the same.
@@ -97,8 +97,9 @@ def round_gated(x: Tensor, numerics: Numerics, bits: int = 0) -> Rounding | None
         return None
     from tracefp4.kernels.quantize import quantize
 
-    out = quantize(x.detach(), rules(numerics), gated=True, operand=True, bits=bits, decode=True)
-    return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode)
+    out = quantize(x.detach(), rules(numerics), gated=True, operand=True, packed=pack, bits=bits, decode=True)
+    packed = None if out.packed is None else Packed(out.packed, out.scales, numerics)
+    return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode, packed)
 
 
 def round_recorded(
@@ -110,6 +111,7 @@ def round_recorded(
     values: torch.dtype | None = None,
     *,
     pack: bool = False,
+    gated: bool = False,
 ) -> Rounding | None:
     """Round ``x (R, D)`` as recorded outcomes say (decoder ``bracket``), or ``None`` where there is no kernel for it.
 
@@ -121,17 +123,23 @@ def round_recorded(
         valid: bool, one for each token row: it has guidance. ``None``: all have.
         values: return dequantized values in this dtype instead of operands.
         pack: return the codes too, two a byte.
+        gated: ``x (R, 2 D)`` holds gate and up, and ``silu(gate) * up`` is rounded.
     """
-    if x.ndim != 2 or not has_kernel(x, numerics) or (numerics.scope == "token") != (record.global_scale is not None):
+    if (
+        x.ndim != 2
+        or not has_kernel(x, numerics, gated)
+        or (numerics.scope == "token") != (record.global_scale is not None)
+    ):
         return None
     from tracefp4.kernels import guided
 
-    if not guided.fits(x, rules(numerics)):
+    if not guided.fits(x, rules(numerics), gated):
         return None
     out = guided.quantize_guided(
         x.detach(), rules(numerics), record.planes.flatten(0, 1).contiguous(), record.scales.flatten(0, 1).contiguous(),
         None if record.global_scale is None else record.global_scale.contiguous(),
-        bits=record.bits, scale_bits=record.scale_bits, rows=rows, valid=valid, vectors=record.shape.vectors,
+        bits=record.bits, scale_bits=record.scale_bits, rows=rows, valid=valid,
+        vectors=record.shape.vectors, gated=gated,
         operand=values is None, values=values, packed=pack,
     )  # fmt: skip
     packed = None if out.packed is None else Packed(out.packed, out.scales, numerics)

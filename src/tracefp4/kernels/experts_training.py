@@ -126,7 +126,7 @@ def _combine_backward(
         total += grad * widen(tl.load(rows_ptr + pair * width + column, mask=mask, other=0.0))
         value = narrow(grad * weight, grad_rows_ptr.dtype.element_ty)
         tl.store(grad_rows_ptr + pair * width + column, value, mask=mask)
-    tl.store(grad_weights_ptr + pair, tl.sum(total, axis=0))
+    tl.store(grad_weights_ptr + pair, narrow(tl.sum(total, axis=0), grad_weights_ptr.dtype.element_ty))
 
 
 def expert_starts(experts: Tensor, route: Route, num_experts: int) -> Tensor:
@@ -211,14 +211,15 @@ def combine_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tenso
         weights: ``(T, K)``.
 
     Returns:
-        ``(T K, N)`` in the dtype of ``rows``, and ``(T, K)`` float32.
+        ``(T K, N)`` in the dtype of ``rows``, and ``(T, K)`` in that of ``weights``, summed in float32.
     """
     tokens, top_k = weights.shape
-    grad_rows, grad_weights = torch.empty_like(rows), torch.empty(tokens, top_k, device=rows.device)
+    weights = weights.contiguous()
+    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
     tile = min(2048, triton.next_power_of_2(rows.shape[1]))
     if tokens:
         _combine_backward[(tokens * top_k,)](
-            grad.contiguous(), rows, weights.contiguous(), grad_rows, grad_weights, rows.shape[1],
+            grad.contiguous(), rows, weights, grad_rows, grad_weights, rows.shape[1],
             TOP_K=top_k, TILE=tile, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return grad_rows, grad_weights

@@ -7,6 +7,7 @@ part of :func:`tracefp4.kernels.quantize.quantize`; here is the kernel for produ
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,6 +34,33 @@ def _gate(x_ptr, out_ptr, width, TILE: tl.constexpr):
     gate = tl.load(x_ptr + row * 2 * width + column, mask=mask, other=0.0)
     up = tl.load(x_ptr + row * 2 * width + width + column, mask=mask, other=0.0)
     tl.store(out_ptr + row * width + column, silu_product(gate, up), mask=mask)
+
+
+@triton.jit
+def _gate_backward(grad_ptr, x_ptr, out_ptr, width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < width
+    at = row * 2 * width + column
+    gate = tl.load(x_ptr + at, mask=mask, other=0.0)
+    up = widen(tl.load(x_ptr + at + width, mask=mask, other=0.0))
+    grad = widen(tl.load(grad_ptr + row * width + column, mask=mask, other=0.0))
+    g = widen(gate)
+    power = tl.exp(-g) if INTERPRETED else libdevice.exp(-g)
+    activated = widen(narrow(tl.div_rn(g, 1.0 + power), gate.dtype))
+    share = tl.div_rn(1.0, 1.0 + power)
+    inner = widen(narrow(grad * up, gate.dtype))
+    tl.store(out_ptr + at, narrow(inner * share * (1.0 + g * (1.0 - share)), gate.dtype), mask=mask)
+    tl.store(out_ptr + at + width, narrow(grad * activated, gate.dtype), mask=mask)
+
+
+def gate_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient of contiguous ``x (P, 2 D)`` in its dtype, of the contiguous gradient ``(P, D)`` of :func:`gate`."""
+    rows, width = grad.shape
+    out = torch.empty_like(x)
+    if rows:
+        _gate_backward[(rows, triton.cdiv(width, 1024))](grad, x, out, width, TILE=1024, enable_fp_fusion=False)
+    return out
 
 
 def gate(x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.elements import guided, nearest, widen
+from tracefp4.kernels.gate import silu_product
 from tracefp4.kernels.quantize import ROW_LIMIT, Fused, allocate, given_or, tile_of, warps_of, write
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import (
@@ -71,7 +72,8 @@ def _quantize_guided(
     x_ptr, planes_ptr, recorded_ptr, global_ptr, rows_ptr, valid_ptr,
     codes_ptr, packed_ptr, scales_ptr, new_global_ptr, decode_ptr, operand_ptr, values_ptr,
     width, x_stride, vectors,
-    TILE: tl.constexpr, ORDERED: tl.constexpr, PARTIAL: tl.constexpr, SCALE_BITS: tl.constexpr, BITS: tl.constexpr,
+    TILE: tl.constexpr, GATED: tl.constexpr, ORDERED: tl.constexpr, PARTIAL: tl.constexpr,
+    SCALE_BITS: tl.constexpr, BITS: tl.constexpr,
     CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr,
     BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
@@ -83,7 +85,10 @@ def _quantize_guided(
     inside = block * BLOCK < width
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = tl.broadcast_to(inside[:, None], (TILE, BLOCK))
-    x = widen(tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0))
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
+    if GATED:
+        x = silu_product(x, tl.load(x_ptr + row * x_stride + width + column, mask=mask, other=0.0))
+    x = widen(x)
     source = row
     if ORDERED:
         source = tl.load(rows_ptr + row)
@@ -126,9 +131,9 @@ def _quantize_guided(
     )  # fmt: skip
 
 
-def fits(x: Tensor, rules: Rules) -> bool:
-    """Whether :func:`quantize_guided` takes ``x (R, D)``."""
-    return x.ndim == 2 and x.numel() > 0 and x.shape[1] <= ROW_LIMIT
+def fits(x: Tensor, rules: Rules, gated: bool = False) -> bool:
+    """Whether :func:`quantize_guided` takes ``x (R, D)``, or ``(R, 2 D)`` if ``gated``."""
+    return x.ndim == 2 and x.numel() > 0 and x.shape[1] <= (2 * ROW_LIMIT if gated else ROW_LIMIT)
 
 
 def quantize_guided(
@@ -143,6 +148,7 @@ def quantize_guided(
     rows: Tensor | None = None,
     valid: Tensor | None = None,
     vectors: int = 1,
+    gated: bool = False,
     codes: bool = False,
     packed: bool = False,
     operand: bool = False,
@@ -161,17 +167,19 @@ def quantize_guided(
         rows: int64 ``(R,)``: index of each vector of ``x`` among the recorded ones; ``None`` if they are in order.
         valid: bool ``(T,)``: token rows that have guidance; the others are rounded on their own. ``None``: all have.
         vectors: vectors of a token row.
+        gated: ``x (R, 2 D)`` holds gate and up; round ``silu(gate) * up``, itself rounded as the eager code does.
         codes: write whole codes.
         packed: write them two a byte.
         operand: write exact bfloat16 operands.
         values: write dequantized values in this dtype.
 
     Returns:
-        ``scales`` and ``global_scale`` (with its decode form) as used, and what was asked for. A block with a NaN has the NaN scale byte.
+        ``scales`` and ``global_scale`` (with its decode form) as used, and what was asked for. A block with a NaN has
+        the NaN scale byte.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
-    count, width = x.shape
+    count, width = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
 
     out = allocate(x, x.shape[:1], width, rules, codes, packed, operand, values, 0)
     if rules.scope == "token":
@@ -182,7 +190,8 @@ def quantize_guided(
         out.scales,
         *(given_or(t, none) for t in (out.global_scale, out.decode, out.operand, out.values)),
         width, x.stride(0), vectors,
-        TILE=tile, ORDERED=rows is not None, PARTIAL=valid is not None, SCALE_BITS=scale_bits, BITS=bits,
+        TILE=tile, GATED=gated, ORDERED=rows is not None, PARTIAL=valid is not None,
+        SCALE_BITS=scale_bits, BITS=bits,
         CODES=codes, PACKED=packed, OPERAND=operand, VALUES=values is not None,
         **rules.constants(), num_warps=warps_of(tile * rules.block), enable_fp_fusion=False,
     )  # fmt: skip

@@ -4,6 +4,9 @@
 those modules read at our two functions. Modules are not wrapped: parameters, names and the state dict stay as
 they are, so checkpoints, FSDP and gradient checkpointing see the same model. :func:`unbind` restores every setting.
 
+Site objects that *fuse*, a trainer's, also take over the norms and the rotary embedding, which do the same in fewer
+launches (:mod:`tracefp4.models.norms`, :mod:`tracefp4.models.rotary`).
+
 The implementation is set on the configuration objects of the bound modules, not on the whole model: the vision encoder
 of a composite model keeps its own attention.
 """
@@ -13,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
 from tracefp4.errors import ModelError
-from tracefp4.models import attention, experts
+from tracefp4.models import attention, experts, norms, rotary
 from tracefp4.models.experts import NAME
 from tracefp4.models.latent import hook_latent
 from tracefp4.models.layout import ModelLayout, describe
@@ -30,6 +33,14 @@ if TYPE_CHECKING:
     from tracefp4.formats.spec import Spec
 
 _BINDING = "tracefp4_binding"
+
+
+class Removable(Protocol):
+    """What takes a change off again, such as PyTorch's ``RemovableHandle``."""
+
+    def remove(self) -> None:
+        """Take it off."""
+        ...
 
 
 @dataclass(slots=True)
@@ -120,6 +131,8 @@ def _refuse(model: nn.Module, layout: ModelLayout) -> None:
 
 def _attach(model: nn.Module, sites: SiteSet, binding: Binding) -> None:
     layout = binding.layout
+    if getattr(sites, "fuses", False):
+        _fuse(model, layout, binding)
     for layer, name in layout.experts.items():
         module: Any = model.get_submodule(name)
         router = model.get_submodule(layout.routers[layer])
@@ -133,6 +146,13 @@ def _attach(model: nn.Module, sites: SiteSet, binding: Binding) -> None:
         _set(binding, module.config, "_attn_implementation")
         if layer in layout.latents:
             binding.handles.append(hook_latent(model.get_submodule(layout.latents[layer]), module))
+
+
+def _fuse(model: nn.Module, layout: ModelLayout, binding: Binding) -> None:
+    """Norms and rotary embedding of the decoder in a launch each."""
+    binding.handles += [norms.FusedNorm(m) for m in model.get_submodule(layout.decoder).modules() if norms.is_plain(m)]
+    families = {type(m): m for m in (model.get_submodule(name) for name in layout.attentions.values())}
+    binding.handles += [rotary.FusedRotary(m) for m in families.values() if rotary.is_plain(m)]
 
 
 def _hang(binding: Binding, module: nn.Module, site: object) -> None:

@@ -99,7 +99,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     if weights is not None:
         return _by_kernel(module, site, hidden_states, top_k_index, top_k_weights, weights)
     if _training(module) and getattr(site, "strategy", "auto") == "auto" and trained.takes(module, hidden_states):
-        return trained.forward(module, site, hidden_states, top_k_index, top_k_weights)
+        return trained.forward(module, site, hidden_states, top_k_index, top_k_weights, silu=_gate_is_silu(module))
     plan = _plan(module, site, hidden_states, top_k_index)
     transposed = bool(getattr(module, "is_transposed", False))
     up_bias, down_bias = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)

@@ -55,4 +55,5 @@ class Kept:
         """An activation as its gradient's other factor: times its global scale, rounded once."""
         if self.numerics is not None and scales is not None:
             return Packed(data, scales, self.numerics).values(scale, self.dtype)
-        return data if scale is None else (data * scale).to(data.dtype)
+        # The product is float32, as its factor is; it is rounded where it is written, without a second pass.
+        return data if scale is None else torch.mul(data, scale, out=torch.empty_like(data))

@@ -23,8 +23,8 @@ def takes(module: Any, x: Tensor) -> bool:
     return x.dtype is torch.bfloat16 and module.gate_up_proj.dtype is x.dtype and usable(x) and not module.has_bias
 
 
-def forward(module: Any, site: Any, x: Tensor, index: Tensor, gates: Tensor) -> Tensor:
-    """As :func:`tracefp4.models.experts.experts_forward`, with gradients."""
+def forward(module: Any, site: Any, x: Tensor, index: Tensor, gates: Tensor, *, silu: bool) -> Tensor:
+    """As :func:`tracefp4.models.experts.experts_forward`, with gradients; ``silu``: the gate is ``silu(gate) * up``."""
     from tracefp4.kernels.experts_training import ROWS, expert_starts
     from tracefp4.kernels.routing import Route, route
 
@@ -36,16 +36,29 @@ def forward(module: Any, site: Any, x: Tensor, index: Tensor, gates: Tensor) -> 
     where = sort() if remember is None else remember(index, sort)
     transposed = bool(getattr(module, "is_transposed", False))
     up, x_op = site.gate_up(module), site.enter(x)
-    h = module._apply_gate(_Linear.apply(x, module.gate_up_proj, x_op, up, where, True, transposed))
+    gate_up = _Linear.apply(x, module.gate_up_proj, x_op, up, where, True, transposed, False)
     # A trainer's site takes rows in order without being told.
     order = torch.arange(index.numel(), device=x.device) if remember is None else None
-    down, h_op = site.down(module), site.middle(h, order)
-    out = _Linear.apply(h, module.down_proj, h_op, down, where, False, transposed)
+    h = gate_up if silu else module._apply_gate(gate_up)
+    h_op = _gated(site, gate_up, order) if silu else site.middle(h, order)
+    out = _Linear.apply(h, module.down_proj, h_op, site.down(module), where, False, transposed, silu)
     return _Combine.apply(out, gates)
 
 
+def _gated(site: Any, gate_up: Tensor, order: Tensor | None) -> Operand:
+    """``site.middle`` of ``silu(gate) * up``, in one pass where the site has one."""
+    from tracefp4.kernels.gate import gate
+
+    find = getattr(site, "gated", None) if order is None else None
+    operand = None if find is None else find(gate_up)
+    return site.middle(gate(gate_up.detach()), order) if operand is None else operand
+
+
 class _Linear(torch.autograd.Function):
-    """One projection with its straight-through gradient."""
+    """One projection with its straight-through gradient.
+
+    With ``gated`` the operand stands for ``silu(gate) * up``, and ``x`` holds both.
+    """
 
     @staticmethod
     def forward(
@@ -57,11 +70,12 @@ class _Linear(torch.autograd.Function):
         where: Any,
         per_token: bool,
         transposed: bool,
+        gated: bool,
     ) -> Tensor:
         from tracefp4.kernels.experts_training import pair_product
 
         ctx.kept = Kept.of(x_op), Kept.of(w_op)
-        ctx.save_for_backward(*tensors_of(x_op), *tensors_of(w_op))
+        ctx.save_for_backward(*tensors_of(x_op), *tensors_of(w_op), x if gated else None)
         ctx.where, ctx.per_token, ctx.transposed = where, per_token, transposed
         ctx.tokens, ctx.dtype = x.shape[0], weight.dtype
         return pair_product(x_op.values, x_op.scale, w_op.values, w_op.scale, where[0], per_token=per_token)
@@ -69,21 +83,23 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         from tracefp4.kernels.experts_training import pair_product, slot_sum, weight_product
+        from tracefp4.kernels.gate import gate_backward
 
-        (x_kept, w_kept), saved, (pairs, starts) = ctx.kept, ctx.saved_tensors, ctx.where
+        (x_kept, w_kept), (*saved, gate_up), (pairs, starts) = ctx.kept, ctx.saved_tensors, ctx.where
         grad = grads[0].contiguous()
         grad_x = grad_w = None
         if ctx.needs_input_grad[0]:
             w = w_kept.operand(*saved[3:])
             grad_x = pair_product(grad, None, w.values.transpose(1, 2), w.scale, pairs, per_token=False)
             grad_x = slot_sum(grad_x, ctx.tokens) if ctx.per_token else grad_x
+            grad_x = grad_x if gate_up is None else gate_backward(grad_x, gate_up)
         if ctx.needs_input_grad[1]:
             experts, out, width = w_kept.shape
             shape = (experts, width, out) if ctx.transposed else (experts, out, width)
             grad_w = torch.empty(shape, dtype=ctx.dtype, device=grad.device)
             target = grad_w.transpose(1, 2) if ctx.transposed else grad_w
             weight_product(grad, x_kept.values(*saved[:3]), pairs, starts, target, per_token=ctx.per_token)
-        return grad_x, grad_w, None, None, None, None, None
+        return grad_x, grad_w, None, None, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -102,4 +118,4 @@ class _Combine(torch.autograd.Function):
 
         out, gates = ctx.saved_tensors
         grad_out, grad_gates = combine_backward(grads[0], out, gates)
-        return grad_out, grad_gates.to(gates.dtype)
+        return grad_out, grad_gates

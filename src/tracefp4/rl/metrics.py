@@ -28,24 +28,17 @@ POSITION_EDGES = (0, 64, 256, 1024, 4096, 16384)
 """Lower edges of the position buckets, in response tokens: the mismatch grows with length."""
 
 
-def response_deltas(train: Tensor, rollout: Tensor, mask: Tensor) -> NDArray[np.float64]:
-    """Deltas of the response tokens, row by row.
+def token_deltas(train: Tensor, rollout: Tensor, places: Tensor) -> Tensor:
+    """Deltas of the response tokens, row by row. Stays on the device.
 
     Args:
         train: ``(B, S)`` float32 log-probs of the trainer.
         rollout: ``(B, S)`` float32 log-probs of the engine.
-        mask: ``(B, S)`` true on response tokens.
+        places: ``(T,)`` int64: where the response tokens stand among the ``B * S`` rows.
 
     Returns:
-        ``(T,)`` float64, ``T`` the number of response tokens. This copies to the host: call it outside the hot path.
+        ``(T,)`` float64, detached.
     """
-    chosen = mask.bool()
-    difference = train.detach()[chosen].double() - rollout.detach()[chosen].double()
-    return difference.cpu().numpy()
-
-
-def token_deltas(train: Tensor, rollout: Tensor, places: Tensor) -> Tensor:
-    """As :func:`response_deltas`, of the tokens at ``places (T,)`` of the flattened tensors; stays on the device."""
     ours, theirs = (x.detach().flatten().index_select(0, places).double() for x in (train, rollout))
     return ours - theirs
 

@@ -76,8 +76,8 @@ class Routes:
     experts: Tensor
     """``(moe_layers, B * S, top_k)`` int64."""
     known: Tensor | None
-    """``(moe_layers, B * S, 1)`` bool: the route was recorded; elsewhere ``experts`` means nothing and a router keeps its
-    own choice. ``None``: all were, and padding has the routes of real rows, over which it is spread evenly."""
+    """``(moe_layers, B * S, 1)`` bool: the route was recorded; elsewhere a router keeps its own choice. ``None``: all
+    were, and padding has the routes of real rows, over which it is spread evenly."""
     layers: tuple[Tensor, ...] = field(init=False)
     """``experts`` by layer, always the same objects."""
 
@@ -108,8 +108,8 @@ class MicroBatch:
     lengths: tuple[int, ...]
     """Rows of each sequence that are not padding, on the host."""
     places: Tensor
-    """``(T,)`` int64: where the response tokens stand among the ``B * S`` rows. Known on the host when the batch is made,
-    so that nobody has to wait for the device to learn how many there are."""
+    """``(T,)`` int64: where the response tokens stand among the ``B * S`` rows. Their number is known when the batch is
+    made, so nobody has to wait for the device to learn it."""
     guidance: GuidedRows | None
     routes: Routes | None
     top: TopLogprobs | None = None

@@ -9,6 +9,9 @@ Of a sharded model (:mod:`tracefp4.training.sharding`) each rank updates its par
 the layers round them when they gather. Only the gradient norm needs the other ranks.
 """
 
+# pyright: reportPrivateImportUsage=false
+# PyTorch has many tensors in one launch only under names with an underscore.
+
 from __future__ import annotations
 
 import math
@@ -80,7 +83,7 @@ class MasterAdamW:
                 first[1].append(grad)
         if first[0]:
             torch._foreach_copy_(*first)
-        _add(*more)
+        _add(*more, widen=self._fused)
 
     def zero_grad(self) -> None:
         """Drop all gradients, of the model and of the masters."""
@@ -180,7 +183,7 @@ class MasterAdamW:
         self._round()
 
 
-def _add(totals: list[Tensor], grads: list[Tensor]) -> None:
+def _add(totals: list[Tensor], grads: list[Tensor], *, widen: bool) -> None:
     """Add narrow gradients to their FP32 totals, in as few launches as there can be.
 
     PyTorch adds many tensors in one launch only if all are of one dtype. So on a GPU small gradients are widened
@@ -189,7 +192,7 @@ def _add(totals: list[Tensor], grads: list[Tensor]) -> None:
     alone: tuple[list[Tensor], list[Tensor]] = [], []
     together: tuple[list[Tensor], list[Tensor]] = [], []
     for total, grad in zip(totals, grads, strict=True):
-        chosen = together if grad.is_cuda and grad.numel() <= _SMALL else alone
+        chosen = together if widen and grad.numel() <= _SMALL else alone
         chosen[0].append(total)
         chosen[1].append(grad)
     if alone[0]:

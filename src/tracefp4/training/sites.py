@@ -27,7 +27,7 @@ from tracefp4.formats.fused import has_kernel
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.packed import Packed
 from tracefp4.formats.spec import Spec
-from tracefp4.guidance.rounding import Rounding, round_nearest, round_recorded
+from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest, round_recorded
 from tracefp4.models.attention import dense_attention
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.sites import LayerSites, Operand
@@ -53,6 +53,9 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
     Raises:
         ConfigError: shared weights of other numerics.
     """
+
+    fuses = True
+    """Norms and rotary embedding go through kernels (:mod:`tracefp4.models.binding`)."""
 
     def __init__(
         self, layout: ModelLayout, spec: Spec, decoder: str = "bracket", weights: WeightOperands | None = None
@@ -110,6 +113,13 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         q = self.quantize(site, x, numerics, rows)
         return Operand(q.operand(), q.decode_scale(), Packed.of(q) if self._packs(numerics) else None)
 
+    def gated(self, site: Site, x: Tensor, numerics: Numerics) -> Operand | None:
+        """:meth:`operand` of ``silu(gate) * up`` for ``x (R, 2 D)``, rows in order; ``None`` without a kernel."""
+        fused = self._fused(site, x, numerics, None, None, gated=True)
+        if fused is None or fused.operand is None:
+            return None
+        return Operand(fused.operand, fused.decode_scale(), fused.packed)
+
     def values(self, site: Site, x: Tensor, numerics: Numerics) -> Tensor:
         """As :meth:`quantize`: dequantized, in the dtype of ``x``."""
         fused = self._fused(site, x, numerics, None, x.dtype)
@@ -131,19 +141,28 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         return self.pack_saved and numerics.element == "e2m1" and torch.is_grad_enabled()
 
     def _fused(
-        self, site: Site, x: Tensor, numerics: Numerics, rows: Tensor | None, values: torch.dtype | None
+        self,
+        site: Site,
+        x: Tensor,
+        numerics: Numerics,
+        rows: Tensor | None,
+        values: torch.dtype | None,
+        *,
+        gated: bool = False,
     ) -> Rounding | None:
         """One pass over ``x`` where there is a kernel for it; an observer wants codes, which it never writes."""
-        if self.observer is not None or not has_kernel(x, numerics):
+        if self.observer is not None or not has_kernel(x, numerics, gated):
             return None
         guidance = self.guidance
         recorded = guidance.sites.get(site) if guidance is not None else None
         if guidance is None or recorded is None:
+            if gated:
+                return round_gated(x, numerics, pack=self._packs(numerics))
             return round_nearest(x, numerics, pack=values is None and self._packs(numerics), values=values)
         if self.decoder != "bracket":
             return None
         valid, pack = None if guidance.complete else guidance.guided, values is None and self._packs(numerics)
-        fused = round_recorded(x, recorded, numerics, rows, valid, values, pack=pack)
+        fused = round_recorded(x, recorded, numerics, rows, valid, values, pack=pack, gated=gated)
         if fused is not None and recorded.checks is not None:
             self.checks.count(fused.scales, recorded, guidance.guided, rows)
         return fused
@@ -200,6 +219,13 @@ class _Experts:
 
     def enter(self, x: Tensor) -> Operand:
         return self._operand(Kind.EXPERTS_IN, x, None)
+
+    def gated(self, gate_up: Tensor) -> Operand | None:
+        """:meth:`middle` of ``silu(gate) * up``, ``gate_up (P, 2 I)``, if there is a kernel for both."""
+        numerics = self.owner.spec.for_kind(Kind.EXPERTS_MID)
+        if numerics is None:
+            return None
+        return self.owner.gated(Site(self.layer, Kind.EXPERTS_MID), gate_up.detach(), numerics)
 
     def middle(self, h: Tensor, pairs: Tensor | None) -> Operand:
         return self._operand(Kind.EXPERTS_MID, h, pairs)

@@ -1,0 +1,99 @@
+"""The norms of a trainer's layers, in one launch each.
+
+Training is bound by launches long before it is bound by arithmetic, and a norm in transformers is eight of them, its
+gradient some fifteen more. A trainer's norms go through :mod:`tracefp4.kernels.norm` instead. A name says nothing about
+a norm's formula, so each is tried out when it is bound: one that does not compute
+
+    weight * narrow(x * rsqrt(mean(x^2) + eps))
+
+to the last bit keeps its own code. So does every norm outside training, on a CPU, or in another dtype.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tracefp4.kernels.runtime import usable
+
+
+class FusedNorm:
+    """A norm whose forward pass was replaced.
+
+    Args:
+        module: the norm; :func:`is_plain` holds for it.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        own = module.forward
+
+        def forward(hidden_states: Tensor) -> Tensor:
+            if not takes(module, hidden_states):
+                return own(hidden_states)
+            return _Norm.apply(hidden_states.contiguous(), module.weight, module.variance_epsilon)
+
+        module.forward = forward
+
+    def remove(self) -> None:
+        """Let the norm run its own code again."""
+        del self._module.forward
+
+
+def takes(module: Any, x: Tensor) -> bool:
+    """Whether the kernel computes this norm of ``x``: in training, bfloat16, on a GPU."""
+    if not (module.training or torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return False
+    if x.dtype is not torch.bfloat16 or module.weight.dtype is not x.dtype or not usable(x):
+        return False
+    from tracefp4.kernels.norm import WIDTH_LIMIT
+
+    return x.shape[-1] <= WIDTH_LIMIT
+
+
+def is_plain(module: Any) -> bool:
+    """Whether a module is the norm of the text above. It has to be materialised, and its forward not replaced."""
+    weight = getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or not isinstance(eps, float) or "forward" in vars(module):
+        return False
+    if weight.ndim != 1 or weight.is_meta or hasattr(weight, "placements") or list(module.children()):
+        return False
+    alone = len([*module.parameters(), *module.buffers()]) == 1 and not module._forward_hooks
+    if not alone or len(inspect.signature(module.forward).parameters) != 1:
+        return False  # others must not see random values; a gated norm has a second argument
+    generator = torch.Generator().manual_seed(0)
+    x, probe = (torch.randn(*shape, generator=generator) for shape in ((8, weight.numel()), weight.shape))
+    x, probe = x.to(weight.device, weight.dtype), probe.to(weight.device, weight.dtype)
+    with torch.no_grad():
+        found = torch.func.functional_call(module, {"weight": probe}, (x,))
+    return isinstance(found, Tensor) and torch.equal(found, plain_norm(x, probe, eps))
+
+
+def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The norm, written out."""
+    wide = x.to(torch.float32)
+    normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normal.to(x.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    """The norm with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from tracefp4.kernels.norm import norm
+
+        out, inverse = norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        from tracefp4.kernels.norm import norm_backward
+
+        x, weight, inverse = ctx.saved_tensors
+        return *norm_backward(grads[0].contiguous(), x, weight, inverse), None
