@@ -98,3 +98,24 @@ def test_planes(bits, width, device, same):
     packed = pack_bits(low, bits)
     assert same(planes.pack(low.to(device), bits), packed)
     assert same(planes.unpack(packed.to(device), bits, width), unpack_bits(packed, bits, width))
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-pow2", "mxfp4-ceil"])
+@pytest.mark.parametrize("partial", [False, True])
+def test_gate_in_the_same_pass(name, partial, device, make_values, same):
+    from tracefp4.kernels.gate import gate
+
+    n = get_numerics(name)
+    x = make_values(7, 192, "wide", 5)
+    h = gate(x.to(device))
+    *packed, outcome = recorded(h.cpu(), n, 1, 8)
+    options = {"valid": torch.arange(7) % 3 > 0} if partial else {}
+    alone = run(h, n, packed, outcome, device, **options)
+    found = run(x, n, packed, outcome, device, gated=True, **options)
+    for part in ("codes", "scales", "operand", "values"):
+        assert same(getattr(found, part), getattr(alone, part))
+    if n.scope == "token":
+        expected = blocks.Quantized(found.codes, found.scales, found.global_scale, n).decode_scale()
+        assert same(found.decode, expected)
+    else:
+        assert found.decode is None

@@ -199,3 +199,49 @@ def test_padding_of_a_fully_guided_batch_is_harmless():
     alone = _logprobs(model, sites, [short])
     assert torch.isfinite(both).all()
     torch.testing.assert_close(both[1, :6], alone[0], atol=0.03, rtol=0)
+
+
+def test_routes_that_are_all_known_need_no_choice_and_padding_repeats_them():
+    routes = torch.randint(0, 8, (5, 3, 2), generator=torch.Generator().manual_seed(0))
+    short, long = (Example(_tokens(n + 1, n), 2, routes=routes[:n]) for n in (2, 5))
+    found = collate([long, short], torch.device("cpu")).routes
+    assert found is not None
+    assert found.known is None
+    experts = found.experts.unflatten(1, (2, 5)).transpose(0, 2)
+    assert torch.equal(experts[:, 0], routes)
+    assert torch.equal(experts[:, 1], routes[[0, 1, 0, 1, 0]])
+    some = collate([long, Example(_tokens(4, 1), 2)], torch.device("cpu")).routes
+    assert some is not None and some.known is not None
+    assert torch.equal(
+        some.known.unflatten(1, (2, 5))[:, :, :, 0], torch.tensor([[True] * 5, [False] * 5]).expand(3, 2, 5)
+    )
+
+
+def test_what_follows_from_routes_is_made_once_a_micro_batch():
+    model, tokens, _ = _recorded("qwen3_moe")
+    sites = TrainerSites(describe(model), SPEC)
+    made = []
+    batch = collate([Example(tokens, 4)], torch.device("cpu"))
+    index = torch.zeros(3, 2, dtype=torch.int64)
+    for _ in range(2):
+        with sites.batch(batch):
+            for other in (index, index, index.clone()):
+                sites.remember(0, other, lambda other=other: made.append(other))
+    assert len(made) == 4
+
+
+@pytest.mark.parametrize("known", [(0, 1, 2, 3), (0, 2), ()])
+def test_rows_without_a_route_keep_the_routers_own(known):
+    model, tokens, _ = _recorded("qwen3_moe")
+    layout = describe(model)
+    sites = TrainerSites(layout, SPEC)
+    routes = torch.randint(
+        0, layout.num_experts, (4, len(layout.moe_layers), 2), generator=torch.Generator().manual_seed(1)
+    )
+    routes[[row for row in range(4) if row not in known]] = -1
+    own = torch.full((4, 2), 7)
+    with sites.batch(collate([Example(tokens[:5], 2, routes=routes)], torch.device("cpu"))):
+        chosen = sites.router(layout.moe_layers[1]).route(own)
+    assert chosen is not None
+    for row in range(4):
+        assert torch.equal(chosen[row], routes[row, 1] if row in known else own[row])
