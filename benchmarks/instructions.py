@@ -32,6 +32,7 @@ from tracefp4.kernels import (
     experts,
     experts_training,
     gate,
+    gate_values,
     guided,
     kv_append,
     norm,
@@ -182,6 +183,11 @@ def training() -> list[bool]:
     for back in (False, True):
         constants = {"Q_HEADS": 16, "K_HEADS": 4, "HALF": 32, "REAL": 32, "BACK": back, "q_last": 1, "k_last": 1}
         done.append(report(f"rotary{' back' * back}", rotary._rotate, {}, constants, 12 * 64, num_warps=4,
+                           enable_fp_fusion=False))  # fmt: skip
+    for word, kernel in (("gate values", gate_values._gate_values),
+                         ("gradient of gate values", gate_values._gate_values_backward)):  # fmt: skip
+        constants = {"TOP_K": 2, "ROWS": 128, "EXPERTS": 8, "RENORMALISED": True}
+        done.append(report(word, kernel, {"index_ptr": "*i64"}, constants, 1024, num_warps=4,
                            enable_fp_fusion=False))  # fmt: skip
     done.append(report("gradient of the gate", gate._gate_backward, {}, {"TILE": 1024}, 1024, num_warps=4,
                        enable_fp_fusion=False))  # fmt: skip

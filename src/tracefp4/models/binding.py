@@ -4,8 +4,9 @@
 those modules read at our two functions. Modules are not wrapped: parameters, names and the state dict stay as
 they are, so checkpoints, FSDP and gradient checkpointing see the same model. :func:`unbind` restores every setting.
 
-Site objects that *fuse*, a trainer's, also take over the norms and the rotary embedding, which do the same in fewer
-launches (:mod:`tracefp4.models.norms`, :mod:`tracefp4.models.rotary`).
+Site objects that *fuse*, a trainer's, also take over norms, rotary embedding and routers whose routes are known, which
+do the same in fewer launches (:mod:`tracefp4.models.norms`, :mod:`tracefp4.models.rotary`,
+:mod:`tracefp4.models.replay`).
 
 The implementation is set on the configuration objects of the bound modules, not on the whole model: the vision encoder
 of a composite model keeps its own attention.
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from tracefp4.errors import ModelError
-from tracefp4.models import attention, experts, norms, rotary
+from tracefp4.models import attention, experts, norms, replay, rotary
 from tracefp4.models.experts import NAME
 from tracefp4.models.latent import hook_latent
 from tracefp4.models.layout import ModelLayout, describe
@@ -131,7 +132,8 @@ def _refuse(model: nn.Module, layout: ModelLayout) -> None:
 
 def _attach(model: nn.Module, sites: SiteSet, binding: Binding) -> None:
     layout = binding.layout
-    if getattr(sites, "fuses", False):
+    fuses = getattr(sites, "fuses", False)
+    if fuses:
         _fuse(model, layout, binding)
     for layer, name in layout.experts.items():
         module: Any = model.get_submodule(name)
@@ -140,6 +142,9 @@ def _attach(model: nn.Module, sites: SiteSet, binding: Binding) -> None:
         _set(binding, module.config, "_experts_implementation")
         _hang(binding, router, sites.router(layer))
         binding.handles.append(hook_router(router, layout.routers[layer]))
+        renormalised = replay.renormalises(router, layout.routers[layer]) if fuses else None
+        if renormalised is not None:
+            binding.handles.append(replay.KnownRoutes(router, renormalised))
     for layer, name in layout.attentions.items():
         module: Any = model.get_submodule(name)
         _hang(binding, module, sites.attention(layer))

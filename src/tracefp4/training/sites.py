@@ -248,6 +248,11 @@ class _Router:
     settled = True
     """Rows without a recorded route are given the own one here, no ``-1`` is returned."""
 
+    def known_routes(self) -> Tensor | None:
+        """``(T, K)`` of the micro-batch if every row has recorded routes; :meth:`route` returns the same tensor."""
+        routes = self.owner.routes
+        return None if routes is None or routes.known is not None else routes.layers[self.index]
+
     def route(self, indices: Tensor) -> Tensor | None:
         routes = self.owner.routes
         if routes is None:
