@@ -39,6 +39,7 @@ from tracefp4.guidance.record import Record, SiteRecord, token_hash
 from tracefp4.guidance.runs import SiteRuns
 from tracefp4.kernels import runtime
 from tracefp4.models import norms, replay, routing
+from tracefp4.models.sites import Choice
 from tracefp4.training.sites import TrainerSites
 
 SEQUENCES, ROWS = 16, 512
@@ -123,7 +124,7 @@ def pretended(tally: Tally) -> Iterator[None]:
         put(torch, "is_autocast_enabled", lambda *_: False)
         put(F, "scaled_dot_product_attention", _flash)
         # What is found by trying a module out, which takes values.
-        put(replay, "renormalises", lambda router, name: True)
+        put(replay, "plain", lambda router, name: Choice(router.top_k, True, torch.bfloat16))
         put(norms, "is_plain", lambda module: hasattr(module, "variance_epsilon"))
         yield
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -34,14 +34,6 @@ if TYPE_CHECKING:
     from tracefp4.formats.spec import Spec
 
 _BINDING = "tracefp4_binding"
-
-
-class Removable(Protocol):
-    """What takes a change off again, such as PyTorch's ``RemovableHandle``."""
-
-    def remove(self) -> None:
-        """Take it off."""
-        ...
 
 
 @dataclass(slots=True)
@@ -142,9 +134,9 @@ def _attach(model: nn.Module, sites: SiteSet, binding: Binding) -> None:
         _set(binding, module.config, "_experts_implementation")
         _hang(binding, router, sites.router(layer))
         binding.handles.append(hook_router(router, layout.routers[layer]))
-        renormalised = replay.renormalises(router, layout.routers[layer]) if fuses else None
-        if renormalised is not None:
-            binding.handles.append(replay.KnownRoutes(router, renormalised))
+        choice = replay.plain(router, layout.routers[layer]) if fuses else None
+        if choice is not None:
+            binding.handles.append(replay.KnownRoutes(router, choice))
     for layer, name in layout.attentions.items():
         module: Any = model.get_submodule(name)
         _hang(binding, module, sites.attention(layer))

@@ -16,18 +16,19 @@ from torch import Tensor
 
 from tracefp4.kernels.runtime import usable
 from tracefp4.models.experts import site_of
-from tracefp4.models.routing import Routed, probe_rule, softmax_all, softmax_renormalised
+from tracefp4.models.routing import Routed, plain_choice, probe_rule
+from tracefp4.models.sites import Choice
 
 
 class KnownRoutes:
     """A plain router whose forward pass was replaced.
 
     Args:
-        router: for which :func:`renormalises` gives an answer, bound to a site object with ``known_routes``.
-        renormalised: that answer.
+        router: bound to a site object with ``known_routes``.
+        choice: from :func:`plain`.
     """
 
-    def __init__(self, router: Any, renormalised: bool) -> None:
+    def __init__(self, router: Any, choice: Choice) -> None:
         self._router = router
         own = router.forward
 
@@ -37,7 +38,7 @@ class KnownRoutes:
             if index is None:
                 return own(hidden_states)
             logits = F.linear(x, router.weight)
-            return logits, _GateValues.apply(logits, index, renormalised), index
+            return logits, _GateValues.apply(logits, index, choice.renormalise), index
 
         router.forward = forward
 
@@ -46,24 +47,17 @@ class KnownRoutes:
         del self._router.forward
 
 
-def renormalises(router: Any, name: str) -> bool | None:
-    """Whether a plain router divides gate values by their sum; ``None`` if it is not plain.
+def plain(router: Any, name: str) -> Choice | None:
+    """How a plain router makes its gate values; ``None`` if it is not plain, or no kernel is in use.
 
     Raises:
-        ModelError: a router that no rule explains.
+        ModelError: see :func:`tracefp4.models.routing.probe_rule`.
     """
     weight = router.weight
-    state = [*router.named_parameters(), *router.named_buffers()]
-    if weight.is_meta or hasattr(weight, "placements") or "forward" in vars(router):
+    if weight.is_meta or hasattr(weight, "placements") or "forward" in vars(router) or not usable(weight):
         return None
-    rule = probe_rule(router, name)
-    if rule not in (softmax_all, softmax_renormalised) or [key for key, _ in state] != ["weight"]:
-        return None
-    x = torch.randn(8, weight.shape[-1], generator=torch.Generator().manual_seed(1)).to(weight.device, weight.dtype)
-    with torch.no_grad():
-        logits, gates, _ = type(router).forward(router, x)
-        plain = torch.equal(logits, F.linear(x, weight)) and gates.dtype is logits.dtype
-    return rule is softmax_renormalised if plain else None
+    choice = plain_choice(router, name, probe_rule(router, name))
+    return choice if choice is not None and choice.dtype is weight.dtype else None
 
 
 def _routes(router: Any, x: Tensor) -> Tensor | None:
