@@ -244,3 +244,19 @@ def test_experts_are_arranged_together(spec):
             packed_again(arrange(packed, into), set_aside(packed), numerics)
         counts.append(seen.count)
     assert counts[1] == counts[2] < 50
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 700])
+def test_routes_of_several_layers_are_those_of_each(tokens, device):
+    from tracefp4.kernels.routing import route, route_layers
+
+    generator = torch.Generator().manual_seed(tokens)
+    experts = torch.rand(3, tokens, 7, generator=generator)[..., :6].topk(2, -1)[1].to(device)
+    for layer, (found, starts) in enumerate(route_layers(experts, 7, 16)):
+        alone = route(experts[layer], 7, 16)
+        assert found.order.dtype is torch.int32
+        assert torch.equal(found.order, alone.order)
+        assert torch.equal(found.tiles, alone.tiles)
+        counts = torch.bincount(experts[layer].reshape(-1), minlength=7)
+        assert torch.equal(starts.diff(), counts)
+        assert starts[0] == 0

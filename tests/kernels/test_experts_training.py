@@ -10,12 +10,11 @@ from tracefp4.kernels.experts_training import (
     ROWS,
     Tile,
     combine_backward,
-    expert_starts,
     pair_product,
     slot_sum,
     weight_product,
 )
-from tracefp4.kernels.routing import route
+from tracefp4.kernels.routing import route, route_layers
 from tracefp4.models.binding import bind
 from tracefp4.models.layout import describe
 from tracefp4.models.tiny import tiny_model
@@ -63,8 +62,7 @@ def test_products_of_pairs(tokens, experts, top_k, out, width, per_token, tile, 
 def test_products_of_weights(per_token, transposed, tile, device):
     tokens, experts, top_k, out, width = 150, 4, 2, 140, 48
     index, x, _ = _case(tokens, experts, top_k, out, width, device, unused=1)
-    pairs = route(index, experts, ROWS)
-    starts = expert_starts(index, pairs, experts)
+    pairs, starts = route_layers(index[None], experts, ROWS)[0]
     chosen, rows = index.reshape(-1), x.repeat_interleave(top_k, 0)
     grad = torch.randn(len(chosen), out, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     shape = (experts, width, out) if transposed else (experts, out, width)

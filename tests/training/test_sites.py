@@ -217,17 +217,25 @@ def test_routes_that_are_all_known_need_no_choice_and_padding_repeats_them():
     )
 
 
-def test_what_follows_from_routes_is_made_once_a_micro_batch():
+def test_recorded_routes_of_all_layers_are_sorted_once():
     model, tokens, _ = _recorded("qwen3_moe")
-    sites = TrainerSites(describe(model), SPEC)
-    made = []
-    batch = collate([Example(tokens, 4)], torch.device("cpu"))
-    index = torch.zeros(3, 2, dtype=torch.int64)
+    layout = describe(model)
+    sites = TrainerSites(layout, SPEC)
+    count, shapes = len(layout.moe_layers), []
+
+    def sort(experts):
+        shapes.append(tuple(experts.shape))
+        return list(experts)
+
+    batch = collate([Example(tokens[:5], 2, routes=torch.zeros(4, count, 2, dtype=torch.int16))], torch.device("cpu"))
     for _ in range(2):
         with sites.batch(batch):
-            for other in (index, index, index.clone()):
-                sites.remember(0, other, lambda other=other: made.append(other))
-    assert len(made) == 4
+            for layer in (*layout.moe_layers, *layout.moe_layers):
+                chosen = sites.router(layer).route(torch.ones(4, 2, dtype=torch.int64))
+                assert chosen is not None
+                assert sites.experts(layer).sorted(chosen, sort).data_ptr() == chosen.data_ptr()
+            sites.experts(layout.moe_layers[0]).sorted(torch.ones(4, 2), sort)
+    assert shapes == [(count, 4, 2), (1, 4, 2)] * 2
 
 
 @pytest.mark.parametrize("known", [(0, 1, 2, 3), (0, 2), ()])

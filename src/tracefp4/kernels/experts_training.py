@@ -129,12 +129,6 @@ def _combine_backward(
     tl.store(grad_weights_ptr + pair, narrow(tl.sum(total, axis=0), grad_weights_ptr.dtype.element_ty))
 
 
-def expert_starts(experts: Tensor, route: Route, num_experts: int) -> Tensor:
-    """Where each expert's pairs begin in ``route.order``, int64 ``(E + 1,)``; stays on the device."""
-    ordered = experts.reshape(-1).index_select(0, route.order)
-    return torch.searchsorted(ordered, torch.arange(num_experts + 1, device=ordered.device, dtype=ordered.dtype))
-
-
 def pair_product(
     x: Tensor,
     x_scale: Tensor | None,
@@ -186,7 +180,7 @@ def weight_product(
         grad: ``(P, N)``, row ``pair``, contiguous.
         x: as in :func:`pair_product`, unscaled.
         route: which expert computes which pairs.
-        starts: from :func:`expert_starts`.
+        starts: from :func:`tracefp4.kernels.routing.route_layers`.
         out: ``(E, N, K)``, any strides, any float dtype.
         per_token: whether the slots of a token share a row.
         tile: sizes of the launch.

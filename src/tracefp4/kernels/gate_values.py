@@ -6,8 +6,8 @@ live logits ``l``: with ``p = softmax(l)``, in float32,
     w_k = p[e_k]    or, renormalised,    w_k = p[e_k] / S,   S = sum over slots of p[e_k]
 
 The gradient ``d`` of ``w`` goes back through the quotient, ``g_k = (d_k - sum_j d_j w_j) / S``, and through the
-softmax, ``dl = p (g - sum g p)``, where ``g`` is 0 at experts that were not chosen. PyTorch takes six launches there and
-ten back.
+softmax, ``dl = p (g - sum g p)``, where ``g`` is 0 at experts that were not chosen. PyTorch takes six launches there
+and ten back.
 """
 
 from __future__ import annotations

@@ -91,9 +91,11 @@ def _count(
 
 
 @triton.jit
-def _cut(starts_ptr, tiles_ptr, experts, ROWS: tl.constexpr, BY_PLACE: tl.constexpr):
-    """One program an expert: its tiles, of pairs that are sorted already."""
+def _cut(starts_ptr, tiles_ptr, experts, count, ROWS: tl.constexpr, BY_PLACE: tl.constexpr):
+    """One program an expert and layer: its tiles, of pairs that are sorted already."""
     expert = tl.program_id(0)
+    starts_ptr += tl.program_id(1) * (experts + 1)
+    tiles_ptr += tl.program_id(1) * count * 3
     first = tl.load(starts_ptr + expert).to(tl.int32)
     size = tl.load(starts_ptr + expert + 1).to(tl.int32) - first
     _list_tiles(tiles_ptr, expert, first, size, experts, ROWS, BY_PLACE)
@@ -118,9 +120,8 @@ def route(experts: Tensor, num_experts: int, rows: int) -> Route:
     tiles = torch.empty(count, 3, dtype=torch.int32, device=flat.device)
     constants = {"ROWS": rows, "BY_PLACE": count == pairs}
     if pairs > COUNTING_LIMIT:
-        ordered, order = torch.sort(flat.to(torch.int32), stable=True)
-        ids = torch.arange(num_experts + 1, device=flat.device, dtype=torch.int32)
-        _cut[(num_experts,)](torch.searchsorted(ordered, ids), tiles, num_experts, **constants, num_warps=1)
+        order, starts = _sort(flat.to(torch.int32), num_experts)
+        _cut[(num_experts, 1)](starts, tiles, num_experts, count, **constants, num_warps=1)
         return Route(order.to(torch.int32), tiles, rows, experts.shape[-1])
     order = torch.empty(pairs, dtype=torch.int32, device=flat.device)
     step = next((step for step in (32, 128, 512) if pairs <= step), 2048)
@@ -128,3 +129,39 @@ def route(experts: Tensor, num_experts: int, rows: int) -> Route:
         flat, order, tiles, pairs, num_experts, **constants, STEP=step, num_warps=4 if step == 2048 else 1
     )
     return Route(order, tiles, rows, experts.shape[-1])
+
+
+def route_layers(experts: Tensor, num_experts: int, rows: int) -> list[tuple[Route, Tensor]]:
+    """:func:`route` of the same tokens in several layers, all in one sort.
+
+    Args:
+        experts: integer ``(layers, T, K)`` expert ids in ``0..num_experts-1``; not checked.
+        num_experts: experts of each layer.
+        rows: most pairs of a tile.
+
+    Returns:
+        For each layer its route, and where each expert's pairs begin in its order, int64 ``(E + 1,)``.
+    """
+    layers, pairs, device = experts.shape[0], experts[0].numel(), experts.device
+    count = max_tiles(pairs, num_experts, rows)
+    first = torch.arange(layers, device=device, dtype=torch.int32).unsqueeze(1)
+    # Experts of all layers are told apart by number: those of layer l are l E .. l E + E - 1.
+    order, starts = _sort((experts.reshape(layers, pairs) + first * num_experts).flatten(), layers * num_experts)
+    order = (order.view(layers, pairs) - first * pairs).to(torch.int32)
+    starts = starts.unfold(0, num_experts + 1, num_experts) - first * pairs
+    tiles = torch.empty(layers, count, 3, dtype=torch.int32, device=device)
+    if pairs:
+        _cut[(num_experts, layers)](
+            starts, tiles, num_experts, count, ROWS=rows, BY_PLACE=count == pairs, num_warps=1
+        )  # fmt: skip
+    routes = (
+        Route(mine, cut, rows, experts.shape[-1]) for mine, cut in zip(order.unbind(), tiles.unbind(), strict=True)
+    )
+    return list(zip(routes, starts.unbind(), strict=True))
+
+
+def _sort(flat: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs by expert, then by pair, and where each expert's begin; int64."""
+    ordered, order = torch.sort(flat, stable=True)
+    ids = torch.arange(num_experts + 1, device=flat.device, dtype=flat.dtype)
+    return order, torch.searchsorted(ordered, ids)

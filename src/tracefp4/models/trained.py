@@ -25,20 +25,19 @@ def takes(module: Any, x: Tensor) -> bool:
 
 def forward(module: Any, site: Any, x: Tensor, index: Tensor, gates: Tensor, *, silu: bool) -> Tensor:
     """As :func:`tracefp4.models.experts.experts_forward`, with gradients; ``silu``: the gate is ``silu(gate) * up``."""
-    from tracefp4.kernels.experts_training import ROWS, expert_starts
-    from tracefp4.kernels.routing import Route, route
+    from tracefp4.kernels.experts_training import ROWS
+    from tracefp4.kernels.routing import Route, route_layers
 
-    def sort() -> tuple[Route, Tensor]:
-        pairs = route(index, module.num_experts, ROWS)
-        return pairs, expert_starts(index, pairs, module.num_experts)
+    def sort(experts: Tensor) -> list[tuple[Route, Tensor]]:
+        return route_layers(experts, module.num_experts, ROWS)
 
-    remember = getattr(site, "remember", None)
-    where = sort() if remember is None else remember(index, sort)
+    in_order = hasattr(site, "sorted")
+    where = site.sorted(index, sort) if in_order else sort(index.unsqueeze(0))[0]
     transposed = bool(getattr(module, "is_transposed", False))
     up, x_op = site.gate_up(module), site.enter(x)
     gate_up = _Linear.apply(x, module.gate_up_proj, x_op, up, where, True, transposed, False)
     # A trainer's site takes rows in order without being told.
-    order = torch.arange(index.numel(), device=x.device) if remember is None else None
+    order = torch.arange(index.numel(), device=x.device) if not in_order else None
     h = gate_up if silu else module._apply_gate(gate_up)
     h_op = _gated(site, gate_up, order) if silu else site.middle(h, order)
     out = _Linear.apply(h, module.down_proj, h_op, site.down(module), where, False, transposed, silu)

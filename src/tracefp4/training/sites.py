@@ -12,7 +12,7 @@ pass is done, because gradient checkpointing runs every layer again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -67,14 +67,14 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         self.shapes: dict[Site, SiteShape] = {shape.site: shape for shape in layout.site_shapes(spec)}
         self.guidance: GuidedRows | None = None
         self.routes: Routes | None = None
-        self._sorted: dict[int, tuple[Tensor, object]] = {}
+        self._sorted: Sequence[object] | None = None
         self.observer: Observer | None = None
         self.checks = ScaleChecks()
         self.pack_saved = False
         """Keep rounded expert inputs as codes for the backward pass. Where layers are recomputed they do not live long
         enough for that to be worth a pass."""
         super().__init__(
-            experts={layer: _Experts(self, layer) for layer in layout.moe_layers},
+            experts={layer: _Experts(self, layer, index) for index, layer in enumerate(layout.moe_layers)},
             routers={layer: _Router(self, index) for index, layer in enumerate(layout.moe_layers)},
             attention={layer: _Attention(self, layer) for layer in layout.kv_layers},
         )
@@ -94,14 +94,13 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         self.guidance = batch.guidance if guided else None
         self.routes = batch.routes if replay else None
         self.observer = observer
-        self._sorted.clear()
+        self._sorted = None
         if observer is not None and observer.truth is None:
             observer.truth = batch.guidance
         try:
             yield
         finally:
-            self.guidance = self.routes = self.observer = None
-            self._sorted.clear()
+            self.guidance = self.routes = self.observer = self._sorted = None
             if observer is not None:
                 observer.truth = None
 
@@ -127,15 +126,18 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
             return fused.values
         return self.quantize(site, x, numerics).dequantize(x.dtype)
 
-    def remember(self, layer: int, index: Tensor, make: Callable[[], T]) -> T:
-        """What follows from a layer's routes ``index`` alone, made once while a micro-batch is attached.
+    def sorted(self, index: int, experts: Tensor, sort: Callable[[Tensor], Sequence[T]]) -> T:
+        """What ``sort (layers, T, K)`` makes of a layer's routes ``experts (T, K)``.
 
-        Replayed routes are the same tensor when a layer is computed again for its backward pass.
+        Recorded routes of all layers are sorted together, once while a micro-batch is attached: they are the same when
+        a layer is computed again for its backward pass.
         """
-        kept = self._sorted.get(layer)
-        if kept is None or kept[0] is not index:
-            kept = self._sorted[layer] = (index, make())
-        return cast(T, kept[1])
+        routes = self.routes
+        if routes is None or routes.known is not None or experts is not routes.layers[index]:
+            return sort(experts.unsqueeze(0))[0]
+        if self._sorted is None:
+            self._sorted = sort(routes.experts)
+        return cast(Sequence[T], self._sorted)[index]
 
     def _packs(self, numerics: Numerics) -> bool:
         return self.pack_saved and numerics.element == "e2m1" and torch.is_grad_enabled()
@@ -210,6 +212,8 @@ def _merge(guided: Quantized, own: Quantized, mask: Tensor) -> Quantized:
 class _Experts:
     owner: TrainerSites
     layer: int
+    index: int
+    """Among the layers with experts."""
 
     def gate_up(self, module: nn.Module) -> Operand:
         return self.owner.weights.get(module, "gate_up_proj")
@@ -230,9 +234,9 @@ class _Experts:
     def middle(self, h: Tensor, pairs: Tensor | None) -> Operand:
         return self._operand(Kind.EXPERTS_MID, h, pairs)
 
-    def remember(self, index: Tensor, make: Callable[[], T]) -> T:
-        """See :meth:`TrainerSites.remember`."""
-        return self.owner.remember(self.layer, index, make)
+    def sorted(self, experts: Tensor, sort: Callable[[Tensor], Sequence[T]]) -> T:
+        """See :meth:`TrainerSites.sorted`."""
+        return self.owner.sorted(self.index, experts, sort)
 
     def _operand(self, kind: Kind, x: Tensor, rows: Tensor | None) -> Operand:
         numerics = self.owner.spec.for_kind(kind)
