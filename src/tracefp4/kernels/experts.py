@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tracefp4.kernels.elements import narrow, product
 from tracefp4.kernels.routing import Route
+from tracefp4.kernels.sizes import cdiv
 from tracefp4.kernels.words import NVFP4_SHIFT, weight_operands
 
 _PROGRAMS = 1056
@@ -229,7 +230,7 @@ def grouped_linear(
     if x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty(route.order.numel(), weight.out, dtype=dtype, device=x.device)
-    blocks = triton.cdiv(weight.out, chosen.columns)
+    blocks = cdiv(weight.out, chosen.columns)
     _grouped[(route.tiles.shape[0] * blocks,)](
         x, x if x_scale is None else x_scale, weight.values,
         weight.values if weight.scales is None else weight.scales,
@@ -248,7 +249,7 @@ def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
     """Sum over slots of ``weights[t, slot] * rows[t K + slot]`` in float32 and slot order, rounded once; ``(T, N)``."""
     tokens, top_k = weights.shape
     out = torch.empty(tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
-    grid = (tokens, triton.cdiv(rows.shape[1], 1024))
+    grid = (tokens, cdiv(rows.shape[1], 1024))
     _weighted_sum[grid](
         rows, weights.contiguous(), out, rows.shape[1], TOP_K=top_k, TILE=1024, enable_fp_fusion=False
     )  # fmt: skip

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tracefp4.kernels.elements import narrow, product, widen
 from tracefp4.kernels.routing import Route
+from tracefp4.kernels.sizes import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ def pair_product(
     chosen = tile or Tile()
     _, out_width, width = weight.shape
     out = torch.empty(route.order.numel(), out_width, dtype=dtype, device=x.device)
-    blocks = triton.cdiv(out_width, chosen.columns)
+    blocks = cdiv(out_width, chosen.columns)
     if not route.order.numel():
         return out
     _pairs[(route.tiles.shape[0] * blocks,)](
@@ -187,7 +188,7 @@ def weight_product(
     """
     chosen = tile or Tile()
     experts, rows, columns = out.shape
-    n_blocks, k_blocks = triton.cdiv(rows, ROWS), triton.cdiv(columns, chosen.columns)
+    n_blocks, k_blocks = cdiv(rows, ROWS), cdiv(columns, chosen.columns)
     _weights[(experts * n_blocks * k_blocks,)](
         grad, x, route.order, starts, out,
         rows, columns, x.stride(0), *(out.stride(axis) for axis in range(3)), n_blocks, k_blocks,
@@ -210,7 +211,7 @@ def combine_backward(grad: Tensor, rows: Tensor, weights: Tensor) -> tuple[Tenso
     tokens, top_k = weights.shape
     weights = weights.contiguous()
     grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
-    tile = min(2048, triton.next_power_of_2(rows.shape[1]))
+    tile = min(2048, next_power_of_2(rows.shape[1]))
     if tokens:
         _combine_backward[(tokens * top_k,)](
             grad.contiguous(), rows, weights, grad_rows, grad_weights, rows.shape[1],
@@ -224,7 +225,7 @@ def slot_sum(rows: Tensor, tokens: int) -> Tensor:
     out = torch.empty(tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
     top_k = rows.shape[0] // max(tokens, 1)
     if tokens:
-        _slot_sum[(tokens, triton.cdiv(rows.shape[1], 1024))](rows, out, rows.shape[1], TOP_K=top_k, TILE=1024)
+        _slot_sum[(tokens, cdiv(rows.shape[1], 1024))](rows, out, rows.shape[1], TOP_K=top_k, TILE=1024)
     return out
 
 

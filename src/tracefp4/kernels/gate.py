@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from tracefp4.kernels.elements import INTERPRETED, narrow, widen
+from tracefp4.kernels.sizes import cdiv
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def gate_backward(grad: Tensor, x: Tensor) -> Tensor:
     rows, width = grad.shape
     out = torch.empty_like(x)
     if rows:
-        _gate_backward[(rows, triton.cdiv(width, 1024))](grad, x, out, width, TILE=1024, enable_fp_fusion=False)
+        _gate_backward[(rows, cdiv(width, 1024))](grad, x, out, width, TILE=1024, enable_fp_fusion=False)
     return out
 
 
@@ -68,5 +69,5 @@ def gate(x: Tensor) -> Tensor:
     rows, width = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, width)
     if rows:
-        _gate[(rows, triton.cdiv(width, 1024))](x, out, width, TILE=1024, enable_fp_fusion=False)
+        _gate[(rows, cdiv(width, 1024))](x, out, width, TILE=1024, enable_fp_fusion=False)
     return out

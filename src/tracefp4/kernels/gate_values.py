@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.elements import narrow, widen
+from tracefp4.kernels.sizes import cdiv, next_power_of_2
 
 _VALUES = 1024
 """Logits of a program, more if a row has more."""
@@ -109,9 +110,9 @@ def _launch(
     kernel: triton.JITFunction, tensors: tuple[Tensor, ...], index: Tensor, logits: Tensor, renormalised: bool
 ) -> None:
     (tokens, top_k), experts = index.shape, logits.shape[1]
-    size = triton.next_power_of_2(experts)
+    size = next_power_of_2(experts)
     rows = max(1, _VALUES // size)
-    kernel[(triton.cdiv(tokens, rows),)](
+    kernel[(cdiv(tokens, rows),)](
         *tensors, tokens, experts,
         TOP_K=top_k, ROWS=rows, EXPERTS=size, RENORMALISED=renormalised, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

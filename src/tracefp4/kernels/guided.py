@@ -27,6 +27,7 @@ from tracefp4.kernels.scales import (
     is_nan_bits,
     normalized,
 )
+from tracefp4.kernels.sizes import cdiv
 
 
 @triton.jit
@@ -185,7 +186,7 @@ def quantize_guided(
     if rules.scope == "token":
         out.decode = torch.empty((count, 1), dtype=torch.float32, device=x.device)
     tile, none = tile_of(width, rules), out.scales
-    _quantize_guided[(count, triton.cdiv(width // rules.block, tile))](
+    _quantize_guided[(count, cdiv(width // rules.block, tile))](
         x, planes, recorded, *(given_or(t, none) for t in (global_scale, rows, valid, out.codes, out.packed)),
         out.scales,
         *(given_or(t, none) for t in (out.global_scale, out.decode, out.operand, out.values)),

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.elements import narrow, widen
+from tracefp4.kernels.sizes import cdiv, next_power_of_2
 
 WIDTH_LIMIT = 16384
 """Widest row: a program holds whole rows in registers."""
@@ -90,7 +91,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         many, tile, warps = _sizes(width)
-        _norm[(triton.cdiv(rows, many),)](
+        _norm[(cdiv(rows, many),)](
             x, weight, out, inverse, rows, width, eps, ROWS=many, TILE=tile, num_warps=warps, enable_fp_fusion=False
         )  # fmt: skip
     return out, inverse
@@ -101,17 +102,17 @@ def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> t
     out, grad_weight = torch.empty_like(x), torch.empty_like(weight)
     width, rows = x.shape[-1], inverse.numel()
     many, tile, warps = _sizes(width)
-    programs = max(1, min(_PROGRAMS, triton.cdiv(rows, many)))
+    programs = max(1, min(_PROGRAMS, cdiv(rows, many)))
     parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _norm_backward[(programs,)](
-        grad, x, weight, inverse, out, parts, rows, width, triton.cdiv(rows, many * programs),
+        grad, x, weight, inverse, out, parts, rows, width, cdiv(rows, many * programs),
         ROWS=many, TILE=tile, num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
-    _add_parts[(triton.cdiv(width, 32),)](parts, grad_weight, programs, width, STEP=32, COLUMNS=32, num_warps=4)
+    _add_parts[(cdiv(width, 32),)](parts, grad_weight, programs, width, STEP=32, COLUMNS=32, num_warps=4)
     return out, grad_weight
 
 
 def _sizes(width: int) -> tuple[int, int, int]:
     """Rows of a tile, its columns, and warps of a program."""
-    tile = triton.next_power_of_2(width)
+    tile = next_power_of_2(width)
     return max(1, _VALUES // tile), tile, 4 if tile <= _VALUES else 8

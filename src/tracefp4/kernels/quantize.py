@@ -34,6 +34,7 @@ from tracefp4.kernels.scales import (
     normalized,
     scale_value,
 )
+from tracefp4.kernels.sizes import cdiv, next_power_of_2
 
 ROW_LIMIT = 32768
 """Longest row that shares a global scale: it is held in registers."""
@@ -166,9 +167,9 @@ def global_scales(x: Tensor, rules: Rules, groups: int) -> Tensor:
     if x.is_contiguous() and per_global * width <= GRID_LIMIT * _PIECE:  # one long row a group: full tiles
         width, rows, per_global = per_global * width, groups, 1
         stride, rows_of_group, group_stride = width, groups, 0
-    tile = min(triton.next_power_of_2(width // rules.block), _PIECE // rules.block)
+    tile = min(next_power_of_2(width // rules.block), _PIECE // rules.block)
     top = torch.zeros(groups, dtype=torch.int32, device=x.device)
-    _largest[(rows, triton.cdiv(width // rules.block, tile))](
+    _largest[(rows, cdiv(width // rules.block, tile))](
         x, top, width, stride, rows_of_group, group_stride, per_global, TILE=tile, BLOCK=rules.block, num_warps=4
     )  # fmt: skip
     _finish[(groups,)](
@@ -248,7 +249,7 @@ def quantize(
     if not bits and not gated and joins_rows(x, rules):
         width, rows = x.numel(), 1
     tile = tile_of(width, rules, given)
-    grid = (rows, triton.cdiv(width // rules.block, tile))
+    grid = (rows, cdiv(width // rules.block, tile))
     none = out.scales  # never touched: the kernel was compiled without what is None
     _quantize[grid](
         x, *(given_or(t, none) for t in (global_scale, out.codes, out.packed)), out.scales,
@@ -271,7 +272,7 @@ def joins_rows(x: Tensor, rules: Rules) -> bool:
 
 def tile_of(width: int, rules: Rules, given: bool = False) -> int:
     """Blocks of a program's tile, a power of two: the whole row where it shares a scale that is made here."""
-    whole = triton.next_power_of_2(width // rules.block)
+    whole = next_power_of_2(width // rules.block)
     return whole if rules.scope == "token" and not given else min(whole, _PIECE // rules.block)
 
 
@@ -280,7 +281,7 @@ def warps_of(values: int, few: bool = False) -> int:
 
     With so ``few`` programs that the length of a thread decides, as in a decode step, 8 values a thread, one load.
     """
-    return max(1, min(16, triton.next_power_of_2(values) // (256 if few else 1024)))
+    return max(1, min(16, next_power_of_2(values) // (256 if few else 1024)))
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.elements import narrow, widen
+from tracefp4.kernels.sizes import next_power_of_2
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False
         _rotate[(batch * length,)](
             q, k, cos, sin, q_out, k_out,
             length, *q.stride(), *k.stride(), cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), q_heads, k_heads,
-            Q_HEADS=triton.next_power_of_2(q_heads), K_HEADS=triton.next_power_of_2(k_heads),
-            HALF=triton.next_power_of_2(width // 2), REAL=width // 2, BACK=back, num_warps=4, enable_fp_fusion=False,
+            Q_HEADS=next_power_of_2(q_heads), K_HEADS=next_power_of_2(k_heads),
+            HALF=next_power_of_2(width // 2), REAL=width // 2, BACK=back, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return q_out.transpose(1, 2), k_out.transpose(1, 2)

@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tracefp4.kernels.sizes import cdiv
+
 COUNTING_LIMIT = 8192
 """Most pairs that are sorted by counting; every program reads all of them, so more are sorted by PyTorch."""
 
@@ -103,7 +105,7 @@ def _cut(starts_ptr, tiles_ptr, experts, count, ROWS: tl.constexpr, BY_PLACE: tl
 
 def max_tiles(pairs: int, experts: int, rows: int) -> int:
     """Entries of the list of tiles of ``pairs`` pairs."""
-    return min(pairs, experts + triton.cdiv(pairs, rows))
+    return min(pairs, experts + cdiv(pairs, rows))
 
 
 def route(experts: Tensor, num_experts: int, rows: int) -> Route:

@@ -7,7 +7,9 @@ branches of a kernel while it is compiled. Every field says the same as the fiel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 
@@ -35,6 +37,12 @@ class Rules:
     constant: float
     """Decode scale under scope ``constant``."""
 
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> Mapping[str, Any]:
         """Keyword arguments of a kernel launch, upper case."""
-        return {name.upper(): value for name, value in asdict(self).items()}
+        return _constants(self)
+
+
+@lru_cache(maxsize=64)
+def _constants(rules: Rules) -> Mapping[str, Any]:
+    """Spelled out once: a launch has no time for it."""
+    return {name.upper(): value for name, value in asdict(rules).items()}
