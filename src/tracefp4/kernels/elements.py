@@ -15,6 +15,7 @@ import os
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 _TWO_126 = tl.constexpr(2.0**126)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -119,3 +120,23 @@ def product(a, b, acc):
         return tl.dot(widen(a), widen(b), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc)
+
+
+@triton.jit
+def log1p(x):
+    """``log(1 + x)`` for float32 ``x > -1``; the interpreter knows plain logarithms alone."""
+    if INTERPRETED:
+        whole = 1.0 + x
+        rest = x - (whole - 1.0)
+        return tl.where(whole == 1.0, x, tl.log(whole) + rest / whole)
+    else:
+        return libdevice.log1p(x)
+
+
+@triton.jit
+def exponential(x):
+    """``exp(x)`` float32 as PyTorch's own kernels compute it; Triton's is an approximation."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)

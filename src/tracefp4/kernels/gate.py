@@ -11,20 +11,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
-from tracefp4.kernels.elements import INTERPRETED, narrow, widen
+from tracefp4.kernels.elements import exponential, narrow, widen
 from tracefp4.kernels.sizes import cdiv
+
+
+@triton.jit
+def silu(x):
+    """SiLU in float32, rounded to the dtype of ``x``."""
+    g = widen(x)
+    return narrow(tl.div_rn(g, 1.0 + exponential(-g)), x.dtype)
 
 
 @triton.jit
 def silu_product(gate, up):
     """``silu(gate) * up`` in their dtype: SiLU in float32, rounded; the product in float32, rounded."""
-    g = widen(gate)
-    # The exponential of PyTorch's own kernel: Triton's is an approximation.
-    power = tl.exp(-g) if INTERPRETED else libdevice.exp(-g)
-    activated = narrow(tl.div_rn(g, 1.0 + power), gate.dtype)
-    return narrow(widen(activated) * widen(up), gate.dtype)
+    return narrow(widen(silu(gate)) * widen(up), gate.dtype)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from tracefp4.kernels.elements import INTERPRETED
+from tracefp4.kernels.elements import INTERPRETED, log1p
 
 _WIDTH = 1024
 """Tokens that a program looks at at once."""
@@ -40,19 +40,10 @@ def _gumbel(key, token):
     bits = (_mix(key + counter) >> 11).to(tl.int64, bitcast=True)
     uniform = (bits.to(tl.float32) + 0.5) * 1.1102230246251565e-16
     if INTERPRETED:
-        exponential = -_log1p(-uniform)
-        noise = -tl.log(exponential)
+        noise = -tl.log(-log1p(-uniform))
     else:
-        noise = -libdevice.log(-libdevice.log1p(-uniform))
+        noise = -libdevice.log(-log1p(-uniform))
     return noise
-
-
-@triton.jit
-def _log1p(x):
-    """``log(1 + x)`` for ``-1 < x <= 0`` where only plain logarithms can be interpreted."""
-    whole = 1.0 + x
-    rest = x - (whole - 1.0)
-    return tl.where(whole == 1.0, x, tl.log(whole) + rest / whole)
 
 
 @triton.jit

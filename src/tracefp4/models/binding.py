@@ -3,6 +3,7 @@
 :func:`bind` hangs one object on every experts module, router and attention module, and points the configuration that
 those modules read at our two functions. Modules are not wrapped: parameters, names and the state dict stay as
 they are, so checkpoints, FSDP and gradient checkpointing see the same model. :func:`unbind` restores every setting.
+An engine may also step gated delta nets by itself; the forward of those modules then asks its object first.
 
 Site objects that *fuse*, a trainer's, also take over norms, rotary embedding and routers whose routes are known, which
 do the same in fewer launches (:mod:`tracefp4.models.norms`, :mod:`tracefp4.models.rotary`,
@@ -23,12 +24,13 @@ from torch import nn
 
 from tracefp4.errors import ModelError
 from tracefp4.models import attention, experts, norms, replay, rotary
+from tracefp4.models.delta import StepHook
 from tracefp4.models.experts import NAME
 from tracefp4.models.latent import hook_latent
 from tracefp4.models.layout import ModelLayout, describe
 from tracefp4.models.opaque import give_key, take_key
 from tracefp4.models.routing import Removable, hook_router
-from tracefp4.models.sites import SiteSet
+from tracefp4.models.sites import SiteSet, SteppingSites
 
 if TYPE_CHECKING:
     from tracefp4.formats.spec import Spec
@@ -143,6 +145,11 @@ def _attach(model: nn.Module, sites: SiteSet, binding: Binding) -> None:
         _set(binding, module.config, "_attn_implementation")
         if layer in layout.latents:
             binding.handles.append(hook_latent(model.get_submodule(layout.latents[layer]), module))
+    if isinstance(sites, SteppingSites):
+        for layer, name in layout.deltas.items():
+            module = model.get_submodule(name)
+            _hang(binding, module, sites.delta(layer))
+            binding.handles.append(StepHook(module))
 
 
 def _fuse(model: nn.Module, layout: ModelLayout, binding: Binding) -> None:

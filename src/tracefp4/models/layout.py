@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from tracefp4.formats.spec import Spec
 
 
+DELTA_NETS = ("Qwen3_5MoeGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3NextGatedDeltaNet")
+"""Classes of transformers with one and the same arithmetic between their projections."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
     """The parts of a model that concern quantization. Layers are indices of decoder layers.
@@ -63,6 +67,8 @@ class ModelLayout:
     attentions: Mapping[int, str] = field(default_factory=dict)
     latents: Mapping[int, str] = field(default_factory=dict)
     """Names of the modules that normalise the latent vector."""
+    deltas: Mapping[int, str] = field(default_factory=dict)
+    """Those of ``linear_layers`` whose module is a gated delta net that an engine can step by itself."""
     decoder: str = ""
     """Name of the module that owns the list of decoder layers; ``""`` for the model itself."""
 
@@ -133,6 +139,12 @@ def is_attention(module: nn.Module) -> bool:
     return (hasattr(module, "k_proj") and hasattr(module, "v_proj")) or hasattr(module, "kv_b_proj")
 
 
+def is_delta(module: nn.Module) -> bool:
+    """Whether ``module`` is a gated delta net that :mod:`tracefp4.models.delta` knows how to step."""
+    # By class: other families give the same names of parameters another arithmetic.
+    return type(module).__name__ in DELTA_NETS and getattr(module, "activation", None) == "silu"
+
+
 def describe(model: nn.Module) -> ModelLayout:
     """Read the layout of a transformers model: a causal language model, or a composite one that contains a decoder.
 
@@ -160,6 +172,7 @@ def describe(model: nn.Module) -> ModelLayout:
         routers=routers,
         attentions=attentions,
         latents=latents,
+        deltas={i: part["delta"] for i, part in enumerate(found) if "delta" in part},
         decoder=name.rpartition(".")[0],
         **sizes,
     )
@@ -187,7 +200,7 @@ def _parts(prefix: str, layer: nn.Module) -> dict[str, str]:
     """Names of attention, experts and router in one decoder layer."""
     parts: dict[str, str] = {}
     for name, module in layer.named_modules():
-        kind = "attention" if is_attention(module) else "experts" if is_experts(module) else None
+        kind = _kind(module)
         if kind is None:
             continue
         if kind in parts:
@@ -203,6 +216,13 @@ def _parts(prefix: str, layer: nn.Module) -> dict[str, str]:
                 raise ModelError(f"{prefix}.{block_name}: expected one router beside the experts, found {len(routers)}")
             parts["router"] = f"{prefix}.{block_name}.{routers[0]}"
     return parts
+
+
+def _kind(module: nn.Module) -> str | None:
+    for kind, is_kind in (("attention", is_attention), ("experts", is_experts), ("delta", is_delta)):
+        if is_kind(module):
+            return kind
+    return None
 
 
 def _decoder_config(model: nn.Module, name: str, attentions: Mapping[int, str]) -> PretrainedConfig:

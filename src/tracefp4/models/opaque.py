@@ -120,3 +120,16 @@ def latent(x: Tensor, module: int) -> Tensor:
 @latent.register_fake
 def _(x: Tensor, module: int) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.custom_op("tracefp4::delta", mutates_args=())
+def delta(mixed: Tensor, a: Tensor, b: Tensor, module: int, width: int) -> Tensor:
+    """One token of a gated delta net through its site object; see :func:`tracefp4.models.delta.step`."""
+    from tracefp4.models.delta import step
+
+    return step(_module(module), mixed, a, b).contiguous()
+
+
+@delta.register_fake
+def _(mixed: Tensor, a: Tensor, b: Tensor, module: int, width: int) -> Tensor:
+    return mixed.new_empty(*mixed.shape[:2], width)

@@ -124,6 +124,22 @@ class AttentionSite(Protocol):
         ...
 
 
+class DeltaSite(Protocol):
+    """What the forward of a gated delta net asks for."""
+
+    @property
+    def steps(self) -> bool:
+        """Whether the forward in flight is one token of each sequence and this object has their states."""
+        ...
+
+    def step(self, module: nn.Module, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Convolution and delta rule; ``mixed (B, C)``, ``a (B, Hv)``, ``b (B, Hv)`` to ``(B, Hv, Dv)``.
+
+        Arguments are those of :mod:`tracefp4.models.recurrence`; weights are the module's.
+        """
+        ...
+
+
 E = TypeVar("E", bound=ExpertsSite)
 R = TypeVar("R", bound=RouterSite)
 A = TypeVar("A", bound=AttentionSite)
@@ -142,6 +158,15 @@ class SiteSet(Protocol):
 
     def attention(self, layer: int) -> AttentionSite:
         """Object of the attention in ``layer``."""
+        ...
+
+
+@runtime_checkable
+class SteppingSites(SiteSet, Protocol):
+    """Site objects of an engine that steps gated delta nets by itself; a trainer has none of it."""
+
+    def delta(self, layer: int) -> DeltaSite:
+        """Object of the gated delta net in ``layer``."""
         ...
 
 

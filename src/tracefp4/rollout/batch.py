@@ -49,6 +49,8 @@ class DecodeBatch:
     pages: Tensor
     """``(B, W)`` int64 block tables, what ``context`` was made of."""
     page_size: int
+    state_rows: Tensor | None = None
+    """``(B,)`` int64: rows of the sequences' linear-attention states; ``None`` without linear layers."""
 
 
 Batch = PrefillBatch | DecodeBatch

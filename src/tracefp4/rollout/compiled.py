@@ -29,9 +29,10 @@ from tracefp4.rollout.projections import join
 
 
 def compile_layers(model: nn.Module, layout: ModelLayout, backend: str = "inductor") -> tuple[int, ...]:
-    """Let every decoder layer with softmax attention be compiled at its first call inside of :func:`compiling`.
+    """Let decoder layers be compiled at their first call inside of :func:`compiling`.
 
-    Linear-attention layers keep their state in cache objects of their own, one for each layer, which would cost a
+    Layers with softmax attention are, and gated delta nets that step in the rows of the state pool. Other
+    linear-attention layers keep their state in cache objects of their own, one for each layer, which would cost a
     compilation each; they stay as they are.
 
     Args:
@@ -43,9 +44,11 @@ def compile_layers(model: nn.Module, layout: ModelLayout, backend: str = "induct
         The numbers of the layers.
     """
     layers: nn.ModuleList = model.get_submodule(layout.decoder).layers  # type: ignore[assignment]
-    chosen = tuple(index for index in range(layout.num_layers) if index not in set(layout.linear_layers))
+    as_they_are = set(layout.linear_layers) - set(layout.deltas)
+    chosen = tuple(index for index in range(layout.num_layers) if index not in as_they_are)
     for index in chosen:
-        join(model.get_submodule(layout.attentions[index]))
+        if index in layout.attentions:
+            join(model.get_submodule(layout.attentions[index]))
         layers[index].compile(dynamic=True, backend=backend)
     return chosen
 

@@ -136,7 +136,7 @@ class EmbeddedEngine(StepwiseEngine):
         self.capture = Capture(layout, shapes, 4 if self.plan is None else self.plan.bits, slots, device)
         self.states = StatePool(layout, limits.max_batch + RESIDENT_STATES)
         self.scheduler = Scheduler(self.pages, self.states, limits.max_batch, limits.prefill_chunk)
-        sites.serve(self.pool, self.capture)
+        sites.serve(self.pool, self.capture, self.states)
         self._max_length = int(self._model.get_submodule(layout.decoder).config.max_position_embeddings)
         self._runner = Runner(
             self._model,

@@ -153,8 +153,9 @@ class Runner:
         continues: Tensor | None,
     ) -> Tensor:
         """Hidden states ``(B, S, H)``; linear states are read from rows ``continues`` and left in ``rows``."""
-        cache = self.states.gather(continues)
         prefills = isinstance(batch, PrefillBatch)
+        moved = self.states.moved(decode=not prefills)
+        cache = self.states.gather(continues, moved)
         self.sites.capture.stamp(batch.slots, batch.tickets)
         self.sites.batch = batch
         try:
@@ -165,7 +166,7 @@ class Runner:
         finally:
             self.sites.batch = None
         if rows is not None:
-            self.states.scatter(cache, rows)
+            self.states.scatter(cache, rows, moved)
         return output.last_hidden_state
 
     # -- Starting
@@ -227,10 +228,10 @@ class Runner:
         positions = inputs.positions
         context = (inputs.pages.unsqueeze(-1) * size + torch.arange(size, device=self.device)).flatten(1)
         slots = context.gather(1, positions.unsqueeze(1)).squeeze(1)
-        batch = DecodeBatch(slots, inputs.tickets, context, positions + 1, inputs.pages, size)
         rows = inputs.state_rows if self.states.needed else None
+        batch = DecodeBatch(slots, inputs.tickets, context, positions + 1, inputs.pages, size, rows)
         hidden = self._forward(inputs.tokens.unsqueeze(1), positions.unsqueeze(1), batch, rows, rows)
-        self.sites.check_calls()
+        self.sites.check_calls(decode=True)
         logits, draw = self.head(hidden[:, 0]), inputs.draw()
         return _with_top(self._sample(logits, draw, truncate), logits, draw, top)
 

@@ -7,7 +7,8 @@ operand
   handed on; weights were quantized when they were synced;
 - routers: the chosen experts are recorded;
 - attention: K and V of the current tokens are written to the pool as FP4, then the whole context is read back from the
-  pool. What was just computed is never attended to directly.
+  pool. What was just computed is never attended to directly;
+- gated delta nets: a decode step updates the rows of the state pool where they lie.
 
 The batch in flight hangs on :attr:`EngineSites.batch`. Each object counts its calls, so that a layer that a model
 skipped or ran twice is noticed after the forward pass instead of becoming a row that nobody wrote.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.operands import OperandCache
+from tracefp4.models.recurrence import convolve, delta_rule
 from tracefp4.models.sites import Choice, LayerSites, Operand
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.quantizers.residual import compensated
@@ -37,6 +39,7 @@ from tracefp4.rollout.attend import attend_decode, attend_prefill
 from tracefp4.rollout.batch import Batch, DecodeBatch, PrefillBatch, Segment
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.pool import KVPool
+from tracefp4.rollout.state import StatePool
 
 if TYPE_CHECKING:
     from tracefp4.kernels.experts import ExpertWeight
@@ -56,6 +59,8 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
     """Where K and V live; set by :meth:`serve`."""
     capture: Capture
     """Where outcomes and routes are recorded; set by :meth:`serve`."""
+    states: StatePool
+    """Where linear-attention states live; set by :meth:`serve`."""
 
     def __init__(self, layout: ModelLayout, spec: Spec, max_batch: int, residual: float = 0.0) -> None:
         self.layout, self.spec, self.max_batch, self.residual = layout, spec, max_batch, residual
@@ -72,9 +77,13 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
             attention={layer: _Attention(self, layer) for layer in layout.kv_layers},
         )
 
-    def serve(self, pool: KVPool, capture: Capture) -> None:
+    def serve(self, pool: KVPool, capture: Capture, states: StatePool) -> None:
         """Set what a forward pass writes to; made after the weights are packed, which frees memory for it."""
-        self.pool, self.capture = pool, capture
+        self.pool, self.capture, self.states = pool, capture, states
+
+    def delta(self, layer: int) -> _Delta:
+        """Object of the gated delta net in ``layer``."""
+        return _Delta(self, layer)
 
     @property
     def experts_by_kernel(self) -> bool:
@@ -93,8 +102,11 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
         self._calls[what] += 1
         return self.batch
 
-    def check_calls(self) -> None:
+    def check_calls(self, *, decode: bool = False) -> None:
         """After a forward pass: every site was reached exactly once.
+
+        Args:
+            decode: the pass was a decode step, in which gated delta nets are sites too.
 
         Raises:
             EngineError: naming a site that was not.
@@ -105,6 +117,8 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
         expected |= {f"{layer}.attend" for layer in self.layout.kv_layers}
         if self.layout.latent_rank is not None:
             expected |= {f"{layer}.latent" for layer in self.layout.kv_layers}
+        if decode:
+            expected |= {f"{layer}.delta" for layer in self.layout.deltas}
         wrong = [name for name in sorted(expected | set(calls)) if calls[name] != (1 if name in expected else 0)]
         if wrong:
             raise EngineError(
@@ -272,3 +286,21 @@ class _Attention:
             return k, parts[Kind.V].transpose(1, 2)
         k_nope, v = expand_latent(module, parts[Kind.LATENT].squeeze(2))
         return join_rope(k_nope, k), v
+
+
+@dataclass(slots=True)
+class _Delta:
+    owner: EngineSites
+    layer: int
+
+    @property
+    def steps(self) -> bool:
+        return isinstance(self.owner.batch, DecodeBatch)
+
+    def step(self, module: Any, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        batch = self.owner.here(f"{self.layer}.delta")
+        if not isinstance(batch, DecodeBatch) or batch.state_rows is None:
+            raise EngineError(f"layer {self.layer}: a gated delta net was stepped outside of a decode step")
+        conv, recurrent = self.owner.states.of(self.layer)
+        mixed = convolve(mixed, conv, batch.state_rows, module.conv1d.weight.squeeze(1), module.conv1d.bias)
+        return delta_rule(mixed, a, b, module.A_log, module.dt_bias, recurrent, batch.state_rows)

@@ -1,9 +1,12 @@
 """Linear-attention state: what hybrid models (Qwen3-Next, Qwen3.5-MoE) keep instead of K and V.
 
 A gated delta net keeps two tensors of constant size a sequence and layer: the last inputs of a short convolution and a
-recurrent matrix. They are never quantized. A *row* of the pool holds the states of one sequence in all linear layers. A
-forward pass gathers the rows of its batch into a cache object that transformers understands, and scatters them back
-afterwards; a prompt that several samples share hands each of them a copy of the state at its end.
+recurrent matrix. They are never quantized. A *row* of the pool holds the states of one sequence in all linear layers; a
+prompt that several samples share hands each of them a copy of the state at its end.
+
+A forward pass *moves* states: it gathers the rows of its batch into a cache object that transformers understands, and
+scatters them back afterwards. A decode step would move several times what it needs, so gated delta nets take it where
+the states lie (:mod:`tracefp4.models.delta`); for them inputs of the convolution lie taps first, as their kernel reads.
 
 The same cache object serves every model: where a layer has softmax attention it passes K and V through untouched,
 because the attention site keeps them in the KV pool. Its presence also tells transformers to build no masks.
@@ -66,10 +69,11 @@ class StatePool:
     Args:
         layout: which layers are linear.
         rows: rows that may be handed out.
+        dtype: of the recurrent matrices as they are kept, float32 or bfloat16; what is computed with them is float32.
     """
 
-    def __init__(self, layout: ModelLayout, rows: int) -> None:
-        self.layout, self.rows = layout, rows if layout.linear_layers else 0
+    def __init__(self, layout: ModelLayout, rows: int, dtype: torch.dtype = torch.float32) -> None:
+        self.layout, self.rows, self.dtype = layout, rows if layout.linear_layers else 0, dtype
         self._free = list(range(self.rows - 1, -1, -1))
         self._states: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -115,36 +119,54 @@ class StatePool:
             for tensor in pair:
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
 
-    def gather(self, rows: Tensor | None) -> Cache:
+    def of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """States of a gated delta net by row: ``(rows, K, C)`` inputs, ``(rows, Hv, Dk, Dv)`` matrices.
+
+        Raises:
+            EngineError: nothing was prefilled yet.
+        """
+        if layer not in self._states:
+            raise EngineError(f"layer {layer} has no linear-attention state before the first prefill")
+        return self._states[layer]
+
+    def moved(self, *, decode: bool) -> tuple[int, ...]:
+        """Linear layers whose states a forward pass gathers and scatters; in a decode step the others keep them."""
+        return tuple(i for i in self.layout.linear_layers if not (decode and i in self.layout.deltas))
+
+    def gather(self, rows: Tensor | None, layers: tuple[int, ...]) -> Cache:
         """Build the cache object of one forward pass.
 
         Args:
             rows: ``(B,)`` int64, rows to continue from; ``None`` starts from nothing.
+            layers: linear layers that get their states; those of other linear layers are empty.
         """
-        linear = set(self.layout.linear_layers)
-        layers: list[Any] = []
+        made: list[Any] = []
         for index in range(self.layout.num_layers):
-            if index not in linear:
-                layers.append(PassThrough())
+            if index not in self.layout.linear_layers:
+                made.append(PassThrough())
                 continue
             layer = LinearAttentionLayer()
-            if rows is not None:
-                conv, recurrent = self._states[index]
-                _continue(layer, conv.index_select(0, rows), recurrent.index_select(0, rows))
-            layers.append(layer)
-        return EngineCache(layers=layers)
+            if rows is not None and index in layers:
+                conv, recurrent = (state.index_select(0, rows) for state in self._states[index])
+                _continue(layer, self._turned(index, conv), recurrent.float())
+            made.append(layer)
+        return EngineCache(layers=made)
 
-    def scatter(self, cache: Cache, rows: Tensor) -> None:
-        """Store the states that a forward pass left in ``cache`` into rows ``(B,)``."""
-        for index in self.layout.linear_layers:
+    def scatter(self, cache: Cache, rows: Tensor, layers: tuple[int, ...]) -> None:
+        """Store the states that a forward pass left in ``cache`` for ``layers`` into rows ``(B,)``."""
+        for index in layers:
             layer: Any = cache.layers[index]
-            found: tuple[Tensor, Tensor] = (layer.conv_states[0], layer.recurrent_states[0])
+            found = (self._turned(index, layer.conv_states[0]), layer.recurrent_states[0].to(self.dtype))
             if index not in self._states:
-                # The first forward pass tells shapes and dtypes; the model knows them better than a configuration.
+                # The first forward pass tells shapes; the model knows them better than a configuration.
                 conv, recurrent = (t.new_zeros(self.rows + 1, *t.shape[1:]) for t in found)
                 self._states[index] = (conv, recurrent)
             for pool, state in zip(self._states[index], found, strict=True):
                 pool.index_copy_(0, rows, state)
+
+    def _turned(self, layer: int, conv: Tensor) -> Tensor:
+        """Inputs of a convolution, channels first, as transformers has them, to taps first, or back."""
+        return conv.transpose(1, 2).contiguous() if layer in self.layout.deltas else conv
 
 
 def _continue(layer: Any, conv: Tensor, recurrent: Tensor) -> None:
