@@ -53,6 +53,9 @@ class EngineConfig(_Table):
     bytes)."""
     residual: float = Field(default=0.0, ge=0, le=1)
     """Share of each token's channels whose quantization residual is added to the experts' inputs (method ``quads``)."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the recurrent states of linear attention are kept in between tokens (hybrid models); ``bfloat16`` halves
+    their bytes and rounds them at every token, whatever the method."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of an engine of another package, under its own names; ``embedded`` takes none."""
 

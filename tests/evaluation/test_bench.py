@@ -42,6 +42,10 @@ def test_sizes_of_the_35b_shape_have_its_states():
     assert whole.weights == pytest.approx(2 * 34.66e9, rel=5e-3)
     assert whole.token == 20 * 1024
     assert whole.state == pytest.approx(60 * (1 << 20), rel=0.05)
+    halved = sizes("35b", 40, get_spec("bf16"), "bfloat16")
+    # 30 layers, 32 heads of 128 x 128; what is left are inputs of the convolution, bfloat16 either way.
+    matrices = 30 * 32 * 128 * 128
+    assert whole.state - 4 * matrices == halved.state - 2 * matrices == 30 * 2 * 8192 * 4
     part = sizes("35b", 8, get_spec("bf16"))
     assert part.token == whole.token / 5 and part.state == whole.state / 5
 
@@ -73,6 +77,20 @@ def test_the_engine_computes_what_transformers_does(name):
         table = torch.log_softmax(logits, -1)[len(rollout.prompt_ids) - 1 :]
         expected = table.gather(1, torch.tensor(rollout.response_ids).unsqueeze(1)).squeeze(1)
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_states_in_bfloat16_have_rows_and_a_bound_of_their_own(bench):
+    for dtype in ("float32", "bfloat16"):
+        part = bench_engine.slice_of("tiny-hybrid", None, 64, state_dtype=dtype)
+        bench_engine.bench_decode(bench, part, (2,), budget=0, arms=("bf16",))
+    found = bench.to_dict()
+    assert not found["failures"]
+    rows = {row["name"]: row["bound"] for row in found["rows"]}
+    plain, narrow = (rows[f"decode tiny-hybrid 4/8 layers{suffix} B2 64"] for suffix in ("", " states bfloat16"))
+    # Three gated delta nets; two bytes of each value less, read and written, for two sequences, at 1 GB/s.
+    config = SHAPES["tiny-hybrid"].config(4)
+    matrix = config.linear_num_value_heads * config.linear_value_head_dim * config.linear_key_head_dim
+    assert plain - narrow == pytest.approx(1e6 * 2 * 2 * 2 * 3 * matrix / 1e9)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])

@@ -36,6 +36,9 @@ def run(
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile decoder layers and sampler, for decode, capture and rollout.")
     ] = False,
+    state_dtype: Annotated[
+        str, typer.Option(help="What recurrent states of a hybrid shape are kept in, float32 or bfloat16; for decode.")
+    ] = "float32",
     rows: Annotated[int, typer.Option(help="Rows of 2048 values, for codec and qat.")] = 16384,
     layers: Annotated[
         int | None, typer.Option(help="Layers of the random model, for decode, prefill, capture and rollout; 8 of 30b.")
@@ -54,7 +57,7 @@ def run(
     bench = Bench(pick_device(device), repeats)
     batches, contexts, shapes = tuple(batch or ()), tuple(context or ()), tuple(shape or ())
     if case in MODELS:
-        _run_model(bench, case, batches, contexts, shapes, layers, tuple(arm or ()), budget, compiled)
+        _run_model(bench, case, batches, contexts, shapes, layers, tuple(arm or ()), budget, compiled, state_dtype)
     elif case == "train":
         _train(bench, batches, contexts, shapes, tuple(arm or ()))
     else:
@@ -90,7 +93,7 @@ def _run_kernels(
 def _run_model(
     bench: Any, case: str, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...],
     layers: int | None, arms: tuple[str, ...], budget: float | None,
-    compiled: bool,
+    compiled: bool, state_dtype: str,
 ) -> None:  # fmt: skip
     from tracefp4.evaluation import bench_engine, bench_rollout
     from tracefp4.evaluation.bench import need_cuda
@@ -101,7 +104,7 @@ def _run_model(
         if not name.startswith("tiny"):
             need_cuda(bench, case)
         length = (contexts or ((512,) if name.startswith("tiny") else (8192,)))[0]
-        part = bench_engine.slice_of(name, layers, length, compiled)
+        part = bench_engine.slice_of(name, layers, length, compiled, state_dtype)
         if case == "decode":
             bench_engine.bench_decode(bench, part, batches or (1, 16, 64), budget, arms or bench_engine.SPECS)
         elif case == "capture":

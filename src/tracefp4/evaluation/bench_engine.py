@@ -29,7 +29,7 @@ from tracefp4.core import Request, SamplingParams
 from tracefp4.evaluation.bench import Bench, Row, failures
 from tracefp4.evaluation.bench_peer import PEER, peer_step
 from tracefp4.evaluation.bench_shapes import SHAPES, Shape, Sizes, random_model, sizes
-from tracefp4.formats.spec import get_spec
+from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.rollout.embedded import EmbeddedEngine
@@ -54,11 +54,17 @@ class Slice:
     context: int
     compiled: bool = False
     """Decoder layers and sampler compiled for decode steps."""
+    state_dtype: str = "float32"
+    """What recurrent states are kept in."""
 
     @property
     def shape(self) -> Shape:
         """The whole model's shape."""
         return SHAPES[self.name]
+
+    def sizes(self, spec: Spec, layers: int | None = None) -> Sizes:
+        """Bytes under ``spec``, of its own or of another number of layers."""
+        return sizes(self.name, layers or self.layers, spec, self.state_dtype)
 
     @property
     def label(self) -> str:
@@ -72,8 +78,9 @@ class Slice:
 
     @property
     def suffix(self) -> str:
-        """Compiled or not."""
-        return " compiled" if self.compiled else ""
+        """Compiled or not, and how states are kept if not in float32."""
+        states = "" if self.state_dtype == "float32" else f" states {self.state_dtype}"
+        return " compiled" * self.compiled + states
 
     @property
     def length(self) -> str:
@@ -81,9 +88,11 @@ class Slice:
         return f"{self.context // 1024}K" if self.context >= 1024 else str(self.context)
 
 
-def slice_of(name: str, layers: int | None, context: int, compiled: bool = False) -> Slice:
+def slice_of(
+    name: str, layers: int | None, context: int, compiled: bool = False, state_dtype: str = "float32"
+) -> Slice:  # fmt: skip
     """The slice of shape ``name``; ``layers`` ``None`` for its own number."""
-    return Slice(name, layers or SHAPES[name].slice, context, compiled)
+    return Slice(name, layers or SHAPES[name].slice, context, compiled, state_dtype)
 
 
 def bench_decode(
@@ -130,7 +139,7 @@ def make_engine(
         random_model(part.shape.config(part.layers), device), None, get_spec(spec),
         None if plan is None else Plan.parse(plan), MemoryStore(),
         max_tokens=paged(tokens), page_size=PAGE, max_batch=batch, prefill_chunk=chunk,
-        compile_decode=part.compiled,
+        compile_decode=part.compiled, state_dtype=part.state_dtype,
     )  # fmt: skip
 
 
@@ -150,7 +159,7 @@ def _steps(
     bench: Bench, part: Slice, spec: str, plan: str | None, batches: tuple[int, ...], budget: float
 ) -> None:  # fmt: skip
     arm, chosen = arm_of(spec, plan), get_spec(spec)
-    own, whole = sizes(part.name, part.layers, chosen), sizes(part.name, part.shape.layers, chosen)
+    own, whole = part.sizes(chosen), part.sizes(chosen, part.shape.layers)
     limited = whole.fits(budget * GIB, part.context) if budget else 0
     most = max(*batches, limited)
     try:

@@ -34,7 +34,6 @@ from tracefp4.evaluation.bench_engine import (
     release,
     slice_of,
 )
-from tracefp4.evaluation.bench_shapes import sizes
 from tracefp4.formats.spec import get_spec
 from tracefp4.rollout.embedded import EmbeddedEngine
 
@@ -76,7 +75,7 @@ def bench_rollout(
 def step_bounds(bench: Bench, part: Slice, spec: str, batch: int, new_tokens: int) -> tuple[float, float]:
     """Seconds that an average decode step needs for its bytes, and for its launches."""
     context = part.context - new_tokens // 2
-    moved = sizes(part.name, part.layers, get_spec(spec)).step(batch, context) / bench.bandwidth
+    moved = part.sizes(get_spec(spec)).step(batch, context) / bench.bandwidth
     return moved, (part.layers * LAYER_KERNELS + STEP_KERNELS) * bench.launch
 
 

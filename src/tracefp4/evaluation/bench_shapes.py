@@ -7,7 +7,7 @@ the ``meta`` device, and from a spec:
     dense    every parameter but experts and input embedding, once a step
     experts  of the ``E`` experts of a layer, those that uniform routing of ``B`` tokens hits: ``E (1 - (1 - k/E)^B)``
     token    K and V of one token, read once for every token of context
-    state    linear attention: a float32 matrix a head and the inputs of a convolution, read and written
+    state    linear attention: a matrix a head and the inputs of a convolution, read and written
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tracefp4.formats.spec import Spec
 from tracefp4.models.layout import describe
 from tracefp4.models.packing import expert_weights
 from tracefp4.models.tiny import tiny_config
+from tracefp4.rollout.state import state_dtype as dtype_of_states
 
 LINEAR_PERIOD = 4
 """Hybrid models have softmax attention in every fourth layer."""
@@ -124,9 +125,13 @@ class Sizes:
         return max(0, int((budget - self.weights) // (context * self.token + self.state)))
 
 
-def sizes(name: str, layers: int, spec: Spec) -> Sizes:
-    """Bytes of ``layers`` layers of the shape ``name``, with embedding and head, under ``spec``."""
-    plain = _plain_sizes(name, layers)
+def sizes(name: str, layers: int, spec: Spec, state_dtype: str = "float32") -> Sizes:
+    """Bytes of ``layers`` layers of the shape ``name``, with embedding and head, under ``spec``.
+
+    Raises:
+        EngineError: no such dtype of states.
+    """
+    plain = _plain_sizes(name, layers, dtype_of_states(state_dtype).itemsize)
     # Of 16 bits a value, FP4 takes 4 and a share of its block's scale.
     experts = 1.0 if spec.weights is None else (4 + 8 / spec.weights.block) / 16
     kv = 1.0 if spec.kv is None else (4 + 8 / spec.kv.block) / 16
@@ -134,7 +139,7 @@ def sizes(name: str, layers: int, spec: Spec) -> Sizes:
 
 
 @lru_cache(maxsize=16)
-def _plain_sizes(name: str, layers: int) -> Sizes:
+def _plain_sizes(name: str, layers: int, matrix_bytes: int) -> Sizes:
     """The same in bfloat16, counted from a model without memory."""
     config = SHAPES[name].config(layers)
     model = random_model(config, torch.device("meta"))
@@ -145,14 +150,14 @@ def _plain_sizes(name: str, layers: int) -> Sizes:
     values = len(layout.kv_layers) * layout.kv_heads * (layout.head_dim + layout.v_head_dim)
     return Sizes(
         dense=2.0 * dense, embedding=2.0 * embedding, experts=2.0 * experts, num_experts=layout.num_experts,
-        top_k=layout.top_k, token=2.0 * values, state=len(layout.linear_layers) * _state_bytes(config),
+        top_k=layout.top_k, token=2.0 * values, state=len(layout.linear_layers) * _state_bytes(config, matrix_bytes),
     )  # fmt: skip
 
 
-def _state_bytes(config: Any) -> float:
-    """State of one gated delta net: float32 ``(heads, key, value)``, and bfloat16 inputs of its convolution."""
+def _state_bytes(config: Any, each: int) -> float:
+    """State of one gated delta net: ``(heads, key, value)`` of ``each`` bytes, bfloat16 inputs of its convolution."""
     if not hasattr(config, "linear_num_value_heads"):
         return 0.0
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
-    return 4.0 * values * config.linear_key_head_dim + 2.0 * (2 * keys + values) * config.linear_conv_kernel_dim
+    return float(each) * values * config.linear_key_head_dim + 2.0 * (2 * keys + values) * config.linear_conv_kernel_dim

@@ -39,11 +39,8 @@ def _gumbel(key, token):
     counter = (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     bits = (_mix(key + counter) >> 11).to(tl.int64, bitcast=True)
     uniform = (bits.to(tl.float32) + 0.5) * 1.1102230246251565e-16
-    if INTERPRETED:
-        noise = -tl.log(-log1p(-uniform))
-    else:
-        noise = -libdevice.log(-log1p(-uniform))
-    return noise
+    exponential = -log1p(-uniform)
+    return -tl.log(exponential) if INTERPRETED else -libdevice.log(exponential)
 
 
 @triton.jit

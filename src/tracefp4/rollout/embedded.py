@@ -48,6 +48,7 @@ from tracefp4.rollout.sampler import stream_key
 from tracefp4.rollout.scheduler import RESIDENT_STATES, Scheduler
 from tracefp4.rollout.sites import EngineSites
 from tracefp4.rollout.state import StatePool
+from tracefp4.rollout.state import state_dtype as dtype_of_states
 from tracefp4.rollout.stepwise import StepwiseEngine
 from tracefp4.rollout.sync import WeightSync
 
@@ -72,6 +73,7 @@ class EmbeddedEngine(StepwiseEngine):
             default backend or the one that is named.
         residual: share of each token's channels whose residual is added to the experts' inputs
             (:mod:`tracefp4.quantizers.residual`).
+        state_dtype: what the recurrent matrices of linear attention are kept in, ``float32`` or ``bfloat16``.
         overlap: launch a decode step before the result of the last one is known; by default on a GPU. Tokens are the
             same either way.
 
@@ -96,9 +98,11 @@ class EmbeddedEngine(StepwiseEngine):
         cuda_graphs: bool = True,
         compile_decode: bool | str = False,
         residual: float = 0.0,
+        state_dtype: str = "float32",
         overlap: bool | None = None,
     ) -> None:
         plan = stored_plan(plan, store)
+        self._state_dtype = dtype_of_states(state_dtype)
         self._limits = Limits(max_tokens, page_size, max_batch, prefill_chunk)
         self._model: Any = model.to(device).eval() if device is not None else model.eval()
         self._model.requires_grad_(False)
@@ -134,7 +138,7 @@ class EmbeddedEngine(StepwiseEngine):
         self._weights = WeightSync(self._model, layout, self.spec.weights, sites.weight_scales, arranged)
         self.pool = KVPool(layout, self.spec, slots, dtype, device)
         self.capture = Capture(layout, shapes, 4 if self.plan is None else self.plan.bits, slots, device)
-        self.states = StatePool(layout, limits.max_batch + RESIDENT_STATES)
+        self.states = StatePool(layout, limits.max_batch + RESIDENT_STATES, self._state_dtype)
         self.scheduler = Scheduler(self.pages, self.states, limits.max_batch, limits.prefill_chunk)
         sites.serve(self.pool, self.capture, self.states)
         self._max_length = int(self._model.get_submodule(layout.decoder).config.max_position_embeddings)

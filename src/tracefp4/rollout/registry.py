@@ -50,7 +50,8 @@ def make_engine(
         settings: sizes.
 
     Raises:
-        ConfigError: no such engine is installed, or options for an engine that takes none.
+        ConfigError: no such engine is installed, options for an engine that takes none, or states in another dtype for
+            an engine that keeps its own.
     """
     if name == "embedded":
         from tracefp4.rollout.embedded import EmbeddedEngine
@@ -61,6 +62,8 @@ def make_engine(
         return EmbeddedEngine(model, tokenizer, spec, plan, store, **settings.model_dump(exclude={"options", "refit"}))
     for point in entry_points(group=GROUP):
         if point.name == name:
+            if settings.state_dtype != "float32":
+                raise ConfigError(f"rollout.state_dtype is for the embedded engine alone; engine {name!r} has its own")
             return point.load()(model=model, tokenizer=tokenizer, spec=spec, plan=plan, store=store, settings=settings)
     raise ConfigError(
         f"unknown engine {name!r}{suggest(name, engine_names())}; engines of other packages are found by entry point"

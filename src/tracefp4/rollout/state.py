@@ -63,6 +63,21 @@ class EngineCache(Cache):
         return key_states, value_states
 
 
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What recurrent matrices may be kept in."""
+
+
+def state_dtype(name: str) -> torch.dtype:
+    """Dtype of recurrent matrices by its name.
+
+    Raises:
+        EngineError: none of :data:`STATE_DTYPES`.
+    """
+    if name not in STATE_DTYPES:
+        raise EngineError(f"state_dtype is {name!r}; valid are 'float32' and 'bfloat16'")
+    return STATE_DTYPES[name]
+
+
 class StatePool:
     """States of all sequences, by row. Row ``rows`` is for padding and never handed out.
 
