@@ -28,6 +28,8 @@ from tracefp4.kernels import (
     attention_decode,
     attention_prefill,
     choice,
+    convolution,
+    delta_rule,
     dequantize,
     experts,
     experts_training,
@@ -217,6 +219,18 @@ def attention() -> list[bool]:
     return done
 
 
+def recurrence() -> list[bool]:
+    """A step of a gated delta net; a value is one of the state, or a channel of the convolution."""
+    done = []
+    sizes = {"KEY_HEADS": 16, "HEADS": 32, "DK": 128, "DV": 128, "TILE": delta_rule.TILE}
+    for word, kind in (("float32", "*fp32"), ("bfloat16", "*bf16")):
+        done.append(report(f"delta rule, state in {word}", delta_rule._step, {"rows_ptr": "*i64", "state_ptr": kind},
+                           sizes, 128 * delta_rule.TILE, num_warps=1))  # fmt: skip
+    done.append(report("short convolution", convolution._convolve, {"rows_ptr": "*i64"}, {"BIAS": False, "TILE": 256},
+                       256, num_warps=1))  # fmt: skip
+    return done
+
+
 def products() -> list[bool]:
     """Expert products; a value is a weight."""
     done = []
@@ -272,6 +286,6 @@ def routing_of_a_layer() -> list[bool]:
 
 
 if __name__ == "__main__":
-    results = [*rounding(), *training(), *attention(), *products()]
+    results = [*rounding(), *training(), *attention(), *recurrence(), *products()]
     print(f"\nTriton {triton.__version__}: {sum(results)} of {len(results)} kernels compiled for sm_90")
     sys.exit(0 if all(results) else 1)

@@ -53,6 +53,16 @@ def test_output_and_states_of_the_plain_code(
     assert same(pool[others], untouched[others])
 
 
+@pytest.mark.parametrize(("tile", "warps"), [(8, 1), (32, 1), (32, 4), (64, 4)])
+def test_programs_of_other_widths(tile, warps, device, poisoned):
+    args, pool = inputs(3, 1, 2, 32, 64, torch.float32, device)
+    rows, plain = torch.tensor([5, 0, 2], device=device), pool.clone()
+    mixed, a, b = (x.contiguous() for x in args[:3])
+    found = kernel.step(mixed, a, b, *args[3:], pool, rows, tile=tile, warps=warps)
+    torch.testing.assert_close(found, reference(args, plain, rows), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(pool, plain, rtol=2e-5, atol=2e-5)
+
+
 def test_many_steps_stay_together(device):
     """Errors do not pile up: the state fades, and what it answers to a key is replaced."""
     args, pool = inputs(2, 1, 2, 32, 32, torch.float32, device)

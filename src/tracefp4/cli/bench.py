@@ -10,7 +10,7 @@ import typer
 from tracefp4.cli.console import JsonOption, emit, number
 from tracefp4.errors import ConfigError, suggest
 
-CASES = ("codec", "qat", "attention", "experts", "decode", "prefill", "capture", "rollout", "train")
+CASES = ("codec", "qat", "attention", "experts", "delta", "decode", "prefill", "capture", "rollout", "train")
 """What can be measured."""
 MODELS = ("decode", "prefill", "capture", "rollout")
 """Those that build a model."""
@@ -72,8 +72,11 @@ def run(
 def _run_kernels(
     bench: Any, case: str, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...], rows: int
 ) -> None:  # fmt: skip
-    from tracefp4.evaluation import bench_kernels
+    from tracefp4.evaluation import bench_delta, bench_kernels
 
+    if case == "delta":
+        bench_delta.bench_delta(bench, **({"batches": batches} if batches else {}))
+        return
     if case in ("codec", "qat"):
         (bench_kernels.bench_codec if case == "codec" else bench_kernels.bench_qat)(bench, rows)
         return

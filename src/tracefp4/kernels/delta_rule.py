@@ -64,16 +64,20 @@ def takes(state: Tensor) -> bool:
 
 
 def step(
-    mixed: Tensor, a: Tensor, b: Tensor, log_rate: Tensor, dt_bias: Tensor, state: Tensor, rows: Tensor
+    mixed: Tensor, a: Tensor, b: Tensor, log_rate: Tensor, dt_bias: Tensor, state: Tensor, rows: Tensor,
+    *, tile: int = TILE, warps: int = 1,
 ) -> Tensor:  # fmt: skip
-    """One token a sequence; see :func:`tracefp4.models.recurrence.delta_rule` for arguments and result."""
+    """One token a sequence; see :func:`tracefp4.models.recurrence.delta_rule` for arguments and result.
+
+    Columns that a program holds (``tile``) and its ``warps`` decide how fast it is, and the order of additions.
+    """
     batch, heads = a.shape
     key, value = state.shape[2:]
     out = torch.empty(batch, heads, value, dtype=mixed.dtype, device=mixed.device)
     if batch:
-        _step[(batch * heads * (value // TILE),)](
+        _step[(batch * heads * (value // tile),)](
             mixed, a, b, log_rate, dt_bias, rows, state, out, mixed.stride(0), a.stride(0), b.stride(0),
-            KEY_HEADS=(mixed.shape[1] - heads * value) // (2 * key), HEADS=heads, DK=key, DV=value, TILE=TILE,
-            num_warps=1,
+            KEY_HEADS=(mixed.shape[1] - heads * value) // (2 * key), HEADS=heads, DK=key, DV=value, TILE=tile,
+            num_warps=warps,
         )  # fmt: skip
     return out
