@@ -34,7 +34,7 @@ bench attention 80 attention --shape 30b --shape 35b
 step test-delta 60 "$python" -m pytest tests/kernels/test_convolution.py tests/kernels/test_delta_rule.py tests/kernels/test_delta_step.py -m gpu -q
 bench delta 60 delta
 bench decode 100 decode --batch 1 --batch 16 --batch 64
-bench decode-35b 90 decode --shape 35b --batch 1 --batch 16 --batch 64 --budget 0 --arm bf16 --arm nvfp4-w4a4-kv4 --compile
+bench decode-35b 150 decode --shape 35b --batch 1 --batch 16 --batch 64 --budget 0 --arm bf16 --arm nvfp4-w4a4-kv4 --compile
 bench decode-peer 100 decode --batch 1 --batch 64 --budget 0 --arm bf16 --arm transformers
 bench rollout 90 rollout
 step test-engine 60 "$python" -m pytest tests/kernels/test_engine.py tests/rollout/test_gpu.py -m gpu -q

@@ -45,6 +45,15 @@ def test_layers_share_one_graph(make_bench, make_request):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_gated_delta_nets_share_one_graph(make_bench, make_request, family):
+    options = {"num_hidden_layers": 5, "layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2}
+    bench = make_bench(family, "bf16", compile_decode="eager", model_options=options)
+    bench.engine.generate([make_request("a", 9, samples=2, max_new_tokens=4)])
+    # One for each kind of layer and one for the sampler.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+
+
 def test_a_compiled_engine_takes_new_weights(make_bench, make_request):
     from tracefp4.models.tiny import tiny_model
 
@@ -74,16 +83,21 @@ class Graphs:
         return aot_autograd(fw_compiler=keep, inference_compiler=keep)(module, inputs)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_one_product_makes_q_k_and_v(make_bench, make_request, family):
-    """A layer has products for Q, K and V, for the output, and for the router; experts are not traced."""
+@pytest.mark.parametrize(
+    ("family", "products"), [("qwen3_moe", 3), ("gpt_oss", 3), ("qwen3_5_moe", 7), ("qwen3_next", 7)]
+)
+def test_one_product_makes_q_k_and_v(make_bench, make_request, family, products):
+    """A layer has one product for Q, K and V or what a gated delta net takes, one for the output, one for the router.
+
+    A shared expert has three, and one for its gate; experts are not traced.
+    """
     graphs, requests = Graphs(), [make_request("a", 9, samples=2, max_new_tokens=4)]
     bench = make_bench(family, compile_decode=graphs)
     expected = make_bench(family).engine.generate(requests)
     found = bench.engine.generate(requests)
     assert [r.response_ids for r in expected] == [r.response_ids for r in found]
     assert logprob_gap(expected, found) < 1e-4
-    assert {count for count in graphs.products if count} == {3}  # the sampler has none
+    assert {count for count in graphs.products if count} == {products}  # the sampler has none
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -106,6 +120,20 @@ def test_joined_weights_are_the_same_model_in_the_same_memory(make_bench, make_r
     )
     requests = [make_request("a", 9, samples=2)]
     assert logprob_gap(plain.engine.generate(requests), joined.engine.generate(requests)) == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_next"])
+def test_joined_projections_of_a_gated_delta_net_take_new_weights(make_bench, make_request, family):
+    from tracefp4.models.tiny import tiny_model
+    from tracefp4.rollout.projections import GROUPS
+
+    joined, fresh = make_bench(family, compile_decode="eager"), make_bench(family, model_options={"seed": 9})
+    net = joined.engine.model.get_submodule(joined.engine.layout.deltas[0])
+    names = next(group for group in GROUPS if hasattr(net, group[0]))
+    assert len({getattr(net, name).weight.untyped_storage().data_ptr() for name in names}) == 1
+    joined.engine.sync(dict(tiny_model(family, seed=9, dtype=torch.float32).named_parameters()), 1)
+    requests = [make_request("a", 9, samples=2)]
+    assert logprob_gap(joined.engine.generate(requests), fresh.engine.generate(requests)) == 0
 
 
 @pytest.mark.parametrize("change", ["missing", "hook", "class", "bias", "tied"])

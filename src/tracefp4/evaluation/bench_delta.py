@@ -1,6 +1,7 @@
-"""Benchmark of a step of gated delta nets: convolution and delta rule in rows of a state pool, shape of Qwen3.5-35B-A3B.
+"""Benchmark of a step of gated delta nets: convolution and delta rule in rows of a state pool.
 
-Steps follow each other in rows of their own, so that no state is in the second-level cache when it is wanted.
+Sizes are those of Qwen3.5-35B-A3B. Steps follow each other in rows of their own, so that no state is in the
+second-level cache when it is wanted.
 """
 
 from __future__ import annotations

@@ -12,5 +12,6 @@ machine without Triton loses speed and nothing else.
 ``quantize``   scales, codes, operand and guidance planes in one pass
 ``guided``     guided rounding from packed guidance in one pass
 ``planes``     bit planes to bytes and back
+``convolution``, ``delta_rule``  a step of a gated delta net in the rows of its states
 ``fingerprint``  weighted sums of words modulo 2^64
 """

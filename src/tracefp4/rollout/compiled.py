@@ -6,8 +6,8 @@ all layers of a kind share one compiled graph, so compiling takes seconds, whate
 are (:mod:`tracefp4.models.opaque`): quantizing, recording, attention and experts run as if nothing had been compiled.
 
 Fused arithmetic rounds less often than the separate kernels of a trainer do: a norm and what follows it stay in float32
-registers. That is how serving engines compute, and one of the reasons why a rollout and its trainer differ. Q, K and V
-become one product (:mod:`tracefp4.rollout.projections`).
+registers. That is how serving engines compute, and one of the reasons why a rollout and its trainer differ. Products
+of one input, such as Q, K and V, become one (:mod:`tracefp4.rollout.projections`).
 
 The sampler is compiled as well, on its own: as separate kernels its random numbers would cross memory some twenty
 times, 64 bits for each token of the vocabulary and sequence. Its random bits are the same either way; logarithms may
@@ -46,9 +46,9 @@ def compile_layers(model: nn.Module, layout: ModelLayout, backend: str = "induct
     layers: nn.ModuleList = model.get_submodule(layout.decoder).layers  # type: ignore[assignment]
     as_they_are = set(layout.linear_layers) - set(layout.deltas)
     chosen = tuple(index for index in range(layout.num_layers) if index not in as_they_are)
+    mixers = {**layout.attentions, **layout.deltas}
     for index in chosen:
-        if index in layout.attentions:
-            join(model.get_submodule(layout.attentions[index]))
+        join(model.get_submodule(mixers[index]))
         layers[index].compile(dynamic=True, backend=backend)
     return chosen
 

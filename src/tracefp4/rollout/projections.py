@@ -1,9 +1,9 @@
-"""Q, K and V as one matrix product.
+"""Products of one input as one matrix product: Q, K and V, or what a gated delta net projects.
 
 In a decode step of few tokens a product takes the time of reading its weight, and K and V of a model with grouped heads
-have small ones: each of the three launches costs more than its bytes. So the weights are laid side by side, and the
-three parameters become views of the whole: names, shapes and values stay, and a sync that copies into them fills the
-whole.
+have small ones: each of the three launches costs more than its bytes. A gated delta net has two of one column a head.
+So the weights are laid side by side, and the parameters become views of the whole: names, shapes and values stay, and a
+sync that copies into them fills the whole.
 
 A layer that is being compiled multiplies once. The first projection that is called makes the whole product, the others
 take their columns of it; the compiler follows this while it traces, and nothing of it is left at run time. An
@@ -20,8 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NAMES = ("q_proj", "k_proj", "v_proj")
-"""Projections of one input, by the names that transformers gives them."""
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
+"""Projections of one input, by the names that transformers gives them, in the order in which they are called."""
 
 
 class Joined:
@@ -50,17 +54,21 @@ class Joined:
 
 
 @torch.no_grad()
-def join(attention: nn.Module) -> bool:
-    """Lay the weights of Q, K and V of an attention module side by side, and multiply once where it is compiled.
+def join(mixer: nn.Module) -> bool:
+    """Lay the weights of a module's projections side by side, and multiply once where it is compiled.
 
     Modules with other projections are left alone: other names, other classes than ``nn.Linear``, hooks, tied weights,
-    or inputs, dtypes or biases that differ. Memory is needed for one copy of the three weights while they move.
+    or inputs, dtypes or biases that differ. Memory is needed for one copy of the weights while they move.
+
+    Args:
+        mixer: attention, or a gated delta net that :mod:`tracefp4.models.delta` steps.
 
     Returns:
         Whether they were joined.
     """
-    parts: list[Any] = [getattr(attention, name, None) for name in NAMES]
-    if not all(map(_plain, parts)) or not all(_alike(a, b) for a, b in pairwise(parts)):
+    names = next((group for group in GROUPS if hasattr(mixer, group[0])), ())
+    parts: list[Any] = [getattr(mixer, name, None) for name in names]
+    if not parts or not all(map(_plain, parts)) or not all(_alike(a, b) for a, b in pairwise(parts)):
         return False
     weight = _side_by_side([part.weight for part in parts])
     bias = None if parts[0].bias is None else _side_by_side([part.bias for part in parts])
