@@ -15,10 +15,17 @@ import types
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tracefp4.models import opaque
 from tracefp4.models.experts import site_of
+
+_SIZES = "tracefp4_sizes"
+"""Attribute of a hooked module: key heads, value heads, width of a key, width of a value.
+
+A tuple, which a compiler takes as constants; the module's own numbers would be inputs of the compiled layer, and what
+follows from them conditions that take minutes to simplify.
+"""
 
 
 class StepHook:
@@ -28,14 +35,17 @@ class StepHook:
         module: a gated delta net of :data:`tracefp4.models.layout.DELTA_NETS`, bound.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: Any) -> None:
         self._module = module
+        sizes = (module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim)
+        object.__setattr__(module, _SIZES, sizes)
         # Bound to the module, as the compiler expects of a forward: all layers share one compiled graph.
         object.__setattr__(module, "forward", types.MethodType(_forward, module))
 
     def remove(self) -> None:
         """Let the class's own forward be the module's again."""
         object.__delattr__(self._module, "forward")
+        object.__delattr__(self._module, _SIZES)
 
 
 def _forward(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -44,12 +54,11 @@ def _forward(module: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> T
     traced = torch.compiler.is_compiling()
     if not traced and not site_of(module).steps:
         return type(module).forward(module, hidden_states, *args, **kwargs)
+    _, heads, _, width = getattr(module, _SIZES)
     mixed, z, a, b = _project(module, hidden_states)
-    if traced:
-        out = opaque.delta(mixed, a, b, getattr(module, opaque.KEY), module.value_dim)
-    else:
-        out = step(module, mixed, a, b)
-    out = module.norm(out.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
+    key = getattr(module, opaque.KEY)
+    out = opaque.delta(mixed, a, b, key, heads * width) if traced else step(module, mixed, a, b)
+    out = module.norm(out.reshape(-1, width), z.reshape(-1, width))
     return module.out_proj(out.reshape(hidden_states.shape[0], hidden_states.shape[1], -1))
 
 
@@ -69,8 +78,13 @@ def step(module: Any, mixed: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _project(module: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``(q, k and v side by side, z, a, b)``; Qwen3-Next projects them together, interleaved by key head."""
+    """``(q, k and v side by side, z, a, b)`` for ``x (B, 1, H)``, heads in order."""
     if hasattr(module, "in_proj_qkv"):
         return module.in_proj_qkv(x), module.in_proj_z(x), module.in_proj_a(x), module.in_proj_b(x)
-    q, k, v, z, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(x), module.in_proj_ba(x))
-    return torch.cat([part.flatten(2) for part in (q, k, v)], dim=-1), z, a, b
+    # Qwen3-Next projects all of a key head together: its q, its k, v and z of its value heads; their b and a.
+    key_heads, heads, key, value = getattr(module, _SIZES)
+    group = heads // key_heads
+    parts = module.in_proj_qkvz(x).unflatten(2, (key_heads, 2 * key + 2 * group * value))
+    q, k, v, z = (part.flatten(2) for part in parts.split((key, key, group * value, group * value), dim=-1))
+    b, a = (part.flatten(2) for part in module.in_proj_ba(x).unflatten(2, (key_heads, 2 * group)).split(group, dim=-1))
+    return torch.cat([q, k, v], dim=-1), z, a, b
