@@ -19,15 +19,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
-from tracefp4.kernels.elements import INTERPRETED, narrow, widen
-
-
-@triton.jit
-def _exp(x):
-    # The exponential of PyTorch's own kernels: Triton's is an approximation.
-    return tl.exp(x) if INTERPRETED else libdevice.exp(x)
+from tracefp4.kernels.elements import exponential, narrow, widen
 
 
 @triton.jit
@@ -51,9 +44,9 @@ def _choose(
     part = tl.zeros((32,), tl.float32)
     for first in tl.static_range(0, EXPERTS, 32):
         piece = tl.load(row + first + lane, mask=first + lane < experts, other=-float("inf"))
-        part += _exp(widen(piece) - largest)
+        part += exponential(widen(piece) - largest)
     part = _halves(_halves(_halves(_halves(_halves(part, 32), 16), 8), 4), 2)
-    p = tl.div_rn(_exp(x - largest), tl.zeros_like(x) + tl.sum(part, axis=0))
+    p = tl.div_rn(exponential(x - largest), tl.zeros_like(x) + tl.sum(part, axis=0))
     # Positive floats are ordered as their bits are. A NaN comes after every number, what is no expert after that.
     key = tl.where(p == p, p.to(tl.int32, bitcast=True), -1)
     key = tl.where(expert < experts, key, -2)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tracefp4.kernels.elements import narrow, widen
 from tracefp4.kernels.gate import silu
+from tracefp4.kernels.sizes import cdiv
 
 TAPS = 4
 """Inputs that the convolution looks at."""
@@ -68,7 +69,7 @@ def convolve(x: Tensor, state: Tensor, rows: Tensor, weight: Tensor, bias: Tenso
     batch, channels = x.shape
     out = torch.empty(batch, channels, dtype=x.dtype, device=x.device)
     if batch:
-        _convolve[(batch, triton.cdiv(channels, _TILE))](
+        _convolve[(batch, cdiv(channels, _TILE))](
             x, rows, state, weight, weight if bias is None else bias, out, channels, x.stride(0),
             BIAS=bias is not None, TILE=_TILE, num_warps=1,
         )  # fmt: skip

@@ -49,7 +49,7 @@ def _gate_backward(grad_ptr, x_ptr, out_ptr, width, TILE: tl.constexpr):
     up = widen(tl.load(x_ptr + at + width, mask=mask, other=0.0))
     grad = widen(tl.load(grad_ptr + row * width + column, mask=mask, other=0.0))
     g = widen(gate)
-    power = tl.exp(-g) if INTERPRETED else libdevice.exp(-g)
+    power = exponential(-g)
     activated = widen(narrow(tl.div_rn(g, 1.0 + power), gate.dtype))
     share = tl.div_rn(1.0, 1.0 + power)
     inner = widen(narrow(grad * up, gate.dtype))
