@@ -35,9 +35,10 @@ def _softmax(logits_ptr, row, live, expert, experts):
 
 
 @triton.jit
-def _pick(values, expert, chosen):
-    """A row's value at its chosen expert."""
-    return tl.sum(tl.where(expert[None, :] == chosen[:, None], values, 0.0), axis=1)
+def _chosen(index_ptr, row, live, expert, slot: tl.constexpr, TOP_K: tl.constexpr):
+    """Where each row's chosen expert of a slot stands among all: bool ``(ROWS, EXPERTS)``."""
+    index = tl.load(index_ptr + row * TOP_K + slot, mask=live, other=0).to(tl.int32)
+    return expert[None, :] == index[:, None]
 
 
 @triton.jit
@@ -53,9 +54,9 @@ def _gate_values(
     if RENORMALISED:
         total = tl.zeros((ROWS,), tl.float32)
         for slot in tl.static_range(TOP_K):
-            total += _pick(p, expert, tl.load(index_ptr + row * TOP_K + slot, mask=live, other=0).to(tl.int32))
+            total += tl.sum(tl.where(_chosen(index_ptr, row, live, expert, slot, TOP_K), p, 0.0), axis=1)
     for slot in tl.static_range(TOP_K):
-        value = _pick(p, expert, tl.load(index_ptr + row * TOP_K + slot, mask=live, other=0).to(tl.int32))
+        value = tl.sum(tl.where(_chosen(index_ptr, row, live, expert, slot, TOP_K), p, 0.0), axis=1)
         if RENORMALISED:
             value = tl.div_rn(value, total)
         tl.store(out_ptr + row * TOP_K + slot, narrow(value, out_ptr.dtype.element_ty), mask=live)
@@ -75,15 +76,14 @@ def _gate_values_backward(
         total = tl.zeros((ROWS,), tl.float32)
         for slot in tl.static_range(TOP_K):
             grad = widen(tl.load(grad_ptr + row * TOP_K + slot, mask=live, other=0.0))
-            value = _pick(p, expert, tl.load(index_ptr + row * TOP_K + slot, mask=live, other=0).to(tl.int32))
+            value = tl.sum(tl.where(_chosen(index_ptr, row, live, expert, slot, TOP_K), p, 0.0), axis=1)
             total += value
             inner += grad * value
         inner = inner / total
     g = tl.zeros((ROWS, EXPERTS), tl.float32)
     for slot in tl.static_range(TOP_K):
-        chosen = tl.load(index_ptr + row * TOP_K + slot, mask=live, other=0).to(tl.int32)
         grad = (widen(tl.load(grad_ptr + row * TOP_K + slot, mask=live, other=0.0)) - inner) / total
-        g += tl.where(expert[None, :] == chosen[:, None], grad[:, None], 0.0)
+        g += tl.where(_chosen(index_ptr, row, live, expert, slot, TOP_K), grad[:, None], 0.0)
     value = p * (g - tl.sum(g * p, axis=1)[:, None])
     inside = live[:, None] & (expert < experts)[None, :]
     at = out_ptr + row[:, None] * experts + expert[None, :]

@@ -9,9 +9,9 @@ Fused arithmetic rounds less often than the separate kernels of a trainer do: a 
 registers. That is how serving engines compute, and one of the reasons why a rollout and its trainer differ. Products
 of one input, such as Q, K and V, become one (:mod:`tracefp4.rollout.projections`).
 
-The sampler is compiled as well, on its own: as separate kernels its random numbers would cross memory some twenty
-times, 64 bits for each token of the vocabulary and sequence. Its random bits are the same either way; logarithms may
-differ in their last bit.
+Where no kernel of ours samples, the sampler is compiled as well, on its own: as separate operations its random numbers
+would cross memory some twenty times, 64 bits for each token of the vocabulary and sequence. Its random bits are the
+same either way; logarithms may differ in their last bit.
 
 Prefill runs uncompiled: its tensors are large, and their lengths differ every time.
 """
