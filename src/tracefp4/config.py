@@ -188,12 +188,15 @@ class TrainConfig(_Table):
     micro_tokens: int = Field(default=16384, gt=0)
     """Padded tokens a micro-batch."""
     gradient_checkpointing: bool = True
-    """Recompute each decoder layer in the backward pass."""
+    """Recompute each decoder layer in the backward pass: a third more time, a fraction of the memory."""
+    cuda_graphs: bool = True
+    """Replay the decoder's forward and backward passes as CUDA graphs where that is possible: on one GPU, without
+    ``gradient_checkpointing``, for models without recurrent layers."""
     weight_cache: Literal["auto", "widened", "packed"] = "auto"
     """How quantized expert weights are kept between the micro-batches of an optimizer step: ``widened`` to bfloat16, or
     ``packed`` as codes and widened for each layer (a quarter of the memory, more time). ``auto``: packed if sharded."""
     unguided_every: int = Field(default=5, ge=0)
-    """Measure the mismatch without guidance on every n-th step; 0 never."""
+    """Measure the mismatch without guidance, and flip rates, on every n-th step; 0 never."""
     lag: int = Field(default=0, ge=0)
     """Train on the rollouts of n steps ago, as an asynchronous trainer does; the first n steps train nothing."""
     guided_lag: int = Field(default=0, ge=0)

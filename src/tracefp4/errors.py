@@ -63,6 +63,10 @@ class CheckpointError(TraceError, RuntimeError):
     """A checkpoint is incomplete, altered, or belongs to another run."""
 
 
+class TrainingError(TraceError, RuntimeError):
+    """The trainer was asked for something that it cannot do in its present state."""
+
+
 class TaskError(TraceError, ValueError):
     """A task, a data file or a reward function cannot be used."""
 

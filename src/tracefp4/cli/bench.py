@@ -44,6 +44,9 @@ def run(
         int | None, typer.Option(help="Layers of the random model, for decode, prefill, capture and rollout; 8 of 30b.")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Runs of each case; the median counts.")] = 20,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Recompute layers in the backward pass; for train.")
+    ] = False,
     output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,7 +62,7 @@ def run(
     if case in MODELS:
         _run_model(bench, case, batches, contexts, shapes, layers, tuple(arm or ()), budget, compiled, state_dtype)
     elif case == "train":
-        _train(bench, batches, contexts, shapes, tuple(arm or ()))
+        _train(bench, batches, contexts, shapes, tuple(arm or ()), recompute)
     else:
         _run_kernels(bench, case, batches, contexts, shapes, rows)
     found = bench.to_dict()
@@ -126,13 +129,14 @@ def _check(names: tuple[str, ...], known: Any, what: str) -> None:
 
 
 def _train(
-    bench: Any, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...], arms: tuple[str, ...]
+    bench: Any, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...], arms: tuple[str, ...],
+    recompute: bool,
 ) -> None:  # fmt: skip
     from tracefp4.evaluation import bench_train
 
     _check(shapes, bench_train.SHAPES, "shape")
     _check(arms, bench_train.ARMS, "arm")
-    chosen: dict[str, Any] = {"arms": arms} if arms else {}
+    chosen: dict[str, Any] = {"recompute": recompute} | ({"arms": arms} if arms else {})
     if shapes:
         chosen["shapes"] = shapes
     bench_train.bench_train(bench, sequences=(batches or (0,))[0], rows=(contexts or (0,))[0], **chosen)

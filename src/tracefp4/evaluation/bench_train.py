@@ -1,10 +1,10 @@
 """Benchmark of a training step: bfloat16, quantization-aware, and guided.
 
 A step is what :class:`~tracefp4.rl.update.Updater` does with its micro-batches, without rewards and metrics: collate
-(which stages guidance from the host), forward, log-probs, backward with every layer recomputed, gradients added in
-FP32; after the last micro-batch AdamW. Weights are random and so are tokens and routes, the same in all arms; guidance
-is what the model itself would have recorded, held as decoded frames. ``transformers`` is the same step of the model as
-transformers runs it, with its grouped products: the bfloat16 arm must not be slower than that.
+(which stages guidance from the host), forward, log-probs, backward, gradients added in FP32; after the last micro-batch
+AdamW. Weights are random and so are tokens and routes, the same in all arms; guidance is what the model itself would
+have recorded, held as decoded frames. ``transformers`` is the same step of the model as transformers runs it, with its
+grouped products: the bfloat16 arm must not be slower than that.
 
 The bound is not from bytes alone: ``flops / (rate of a large bfloat16 product in this run) + bytes / bandwidth``, with
 the bytes of weights, gradients and optimizer, which no product hides, and none of activations.
@@ -38,6 +38,7 @@ from tracefp4.models.binding import bound
 from tracefp4.models.layout import ModelLayout, describe
 from tracefp4.training.ahead import ahead
 from tracefp4.training.batch import Example, MicroBatch, collate
+from tracefp4.training.graphs import DecoderGraphs, refusal
 from tracefp4.training.observe import Observer
 from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import recompute_layers, score_tokens
@@ -132,6 +133,13 @@ class Case:
     optimizer: MasterAdamW
     micro_batches: list[list[Example]]
     device: torch.device
+    recompute: bool = False
+    """Layers are recomputed in the backward pass."""
+
+    @property
+    def tokens(self) -> int:
+        """Rows of a micro-batch."""
+        return sum(example.rows for example in self.micro_batches[0])
 
     @classmethod
     def make(cls, shape: Shape, sequences: int, rows: int, device: torch.device, *, recompute: bool = True) -> Case:
@@ -148,7 +156,7 @@ class Case:
             examples.append(Example(tuple(tokens), 1, index=index, routes=routes.to(torch.int16)))
         groups = [examples[i * sequences : (i + 1) * sequences] for i in range(MICRO_BATCHES)]
         optimizer = MasterAdamW(model.named_parameters(), OptimizerConfig(lr=1e-7))
-        return cls(model, describe(model), optimizer, groups, device)
+        return cls(model, describe(model), optimizer, groups, device, recompute)
 
     def record(self) -> None:
         """Give every example the guidance that its own forward pass records, a sequence at a time."""
@@ -176,20 +184,22 @@ class Case:
         """One optimizer step of an arm, to be called often."""
         total = sum(example.rows for group in self.micro_batches for example in group)
         if not arm.bound:
-            yield lambda: self._run(None, arm, total)
+            yield lambda: self._run(None, None, arm, total)
             return
         spec = get_spec(arm.spec)
         sites = TrainerSites(self.layout, spec, weights=WeightOperands(spec.weights, arm.cache))
         with bound(self.model, sites):
-            yield lambda: self._run(sites, arm, total)
+            possible = not self.recompute and refusal(self.model, sites) is None
+            graphs = DecoderGraphs(self.model, sites, self.tokens) if possible else None
+            yield lambda: self._run(sites, graphs, arm, total)
 
-    def _run(self, sites: TrainerSites | None, arm: Arm, total: int) -> None:
+    def _run(self, sites: TrainerSites | None, graphs: DecoderGraphs | None, arm: Arm, total: int) -> None:
         for batch in ahead((partial(self.collate, group, arm) for group in self.micro_batches), self.device):
             if sites is None:
                 (-score_tokens(self.model, batch).logprobs.sum() / total).backward()
             else:
                 with sites.batch(batch):
-                    (-score_tokens(self.model, batch).logprobs.sum() / total).backward()
+                    (-score_tokens(self.model, batch, graphs=graphs).logprobs.sum() / total).backward()
             self.optimizer.collect()
         self.optimizer.step()
 
@@ -205,6 +215,7 @@ def bench_train(
     arms: tuple[str, ...] = tuple(ARMS),
     sequences: int = 0,
     rows: int = 0,
+    recompute: bool = False,
 ) -> None:
     """Optimizer steps of each arm, with the peak of memory.
 
@@ -214,16 +225,18 @@ def bench_train(
         arms: names in :data:`ARMS`.
         sequences: of a micro-batch, and
         rows: of each of them; 0 takes the shape's own.
+        recompute: layers are recomputed in the backward pass; else forward and backward run as CUDA graphs.
     """
     rate = _product_rate(bench)
     for name in shapes:
         shape, (own_sequences, own_rows) = SHAPES[name], SIZES[name]
         sequences, rows = sequences or own_sequences, rows or own_rows
         title = f"train {name} {MICRO_BATCHES}x{sequences}x{rows}"
-        case = Case.make(shape, sequences, rows, bench.device)
+        case = Case.make(shape, sequences, rows, bench.device, recompute=recompute)
         if any(ARMS[arm].guided for arm in arms):
             case.record()
-        flops, nbytes = step_flops(shape, MICRO_BATCHES * sequences * rows, rows), step_bytes(shape)
+        flops = step_flops(shape, MICRO_BATCHES * sequences * rows, rows, 4 if recompute else 3)
+        nbytes = step_bytes(shape)
         bound_us = 1e6 * (flops / rate + nbytes / bench.bandwidth)
         for arm in arms:
             try:
@@ -237,15 +250,17 @@ def bench_train(
         del case
 
 
-def step_flops(shape: Shape, tokens: int, rows: int) -> float:
+def step_flops(shape: Shape, tokens: int, rows: int, times: int = 4) -> float:
     """Floating-point operations of a step over ``tokens`` rows in sequences of ``rows``.
 
-    A layer's products are made four times (forward, recomputed, two gradients), and so are those of the head.
+    A layer's products are made three times (forward, two gradients), four ``times`` if it is recomputed; those of the
+    head always are.
     """
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
     scores = rows * shape.heads * shape.head_dim  # a query sees half of the rows, for K and for V
     experts = shape.top_k * 3 * shape.hidden * shape.inter + shape.hidden * shape.experts
-    return 4 * 2.0 * tokens * (shape.layers * (attention + scores + experts) + shape.hidden * shape.vocabulary)
+    layers, head = shape.layers * (attention + scores + experts), shape.hidden * shape.vocabulary
+    return 2.0 * tokens * (times * layers + 4 * head)
 
 
 def step_bytes(shape: Shape) -> float:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.packed import Packed
+from tracefp4.kernels.runtime import usable
 from tracefp4.models.sites import Operand
 
 
@@ -55,5 +56,11 @@ class Kept:
         """An activation as its gradient's other factor: times its global scale, rounded once."""
         if self.numerics is not None and scales is not None:
             return Packed(data, scales, self.numerics).values(scale, self.dtype)
+        if scale is None:
+            return data
+        if usable(data) and data.is_contiguous() and scale.is_contiguous():
+            from tracefp4.kernels.row_scale import scale_rows
+
+            return scale_rows(data, scale)
         # The product is float32, as its factor is; it is rounded where it is written, without a second pass.
-        return data if scale is None else torch.mul(data, scale, out=torch.empty_like(data))
+        return torch.mul(data, scale, out=torch.empty_like(data))

@@ -145,7 +145,7 @@ class Run:
             self.plan = Plan.parse(saved.state.plan)
         cached = WeightOperands(self.trainer_spec.weights, weight_cache(config, self.ranks))
         self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder, cached)
-        self.sites.pack_saved = not config.train.gradient_checkpointing
+        self.sites.pack_saved = not config.train.gradient_checkpointing and cached.cache == "packed"
         self._make_engine()
         start = copy.deepcopy(self.model) if config.loss.kl > 0 else None
         if saved is not None:

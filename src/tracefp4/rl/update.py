@@ -35,6 +35,7 @@ from tracefp4.rl.losses import Denominators, LossStats, policy_loss
 from tracefp4.rl.metrics import mismatch_metrics, token_deltas
 from tracefp4.training.ahead import ahead
 from tracefp4.training.batch import Example, MicroBatch, collate, filler, plan_micro_batches
+from tracefp4.training.graphs import DecoderGraphs, padded_width, refusal
 from tracefp4.training.observe import Observer
 from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import TokenScores, score_tokens, spread, token_logprobs
@@ -95,6 +96,7 @@ class Updater:
         self.model, self.sites, self.optimizer, self.config = model, sites, optimizer, config
         self._reference, self._ranks = reference, ranks
         self._device = next(model.parameters()).device
+        self._graphs = _graphs(model, sites, config, ranks)
 
     def update(self, examples: Sequence[Example], load: Loader | None, measure_unguided: bool) -> dict[str, float]:
         """Run the optimizer steps of one batch.
@@ -102,7 +104,8 @@ class Updater:
         Args:
             examples: everything of this rank that trains, of whole groups.
             load: reads guidance; ``None`` without.
-            measure_unguided: also measure the mismatch of the same batch without guidance, before the update.
+            measure_unguided: also measure the mismatch of the same batch without guidance, before the update, and flip
+                rates.
 
         Returns:
             Metrics of the batch of all ranks; flip rates are those of this rank's micro-batch.
@@ -117,7 +120,7 @@ class Updater:
         tally = Tally(self._old_logprobs(steps, load) if len(steps) > 1 else None, self._ranks)
         norms = []
         for part in steps:
-            self._accumulate(part, load, tally)
+            self._accumulate(part, load, tally, measure_unguided)
             if load is not None:
                 self._check_coverage(tally)
             norms.append(self.optimizer.step())
@@ -130,7 +133,9 @@ class Updater:
         metrics["lr"] = self.optimizer.learning_rate()
         return metrics
 
-    def _accumulate(self, examples: Sequence[Example], load: Loader | None, tally: Tally) -> None:
+    def _accumulate(
+        self, examples: Sequence[Example], load: Loader | None, tally: Tally, observe: bool = False
+    ) -> None:
         config = self.config
         lengths = [len(e.tokens) - e.prompt_length for e in examples]
         denominators = Denominators.of(lengths, config.sampling.max_new_tokens, self._ranks)
@@ -138,9 +143,9 @@ class Updater:
             if not batch.index:
                 self._accompany(batch)
                 continue
-            observer = Observer() if tally.wants_observation(batch) else None
+            observer = Observer() if observe and tally.wants_observation(batch) else None
             with self.sites.batch(batch, observer=observer):
-                scored = score_tokens(self.model, batch, config.sampling.temperature)
+                scored = score_tokens(self.model, batch, config.sampling.temperature, graphs=self._graphs)
                 logprobs, self.sites.observer = scored.logprobs, None
                 old = tally.old(batch, logprobs)
                 weights, corrected = correction_weights(
@@ -217,11 +222,20 @@ class Updater:
             return token_logprobs(self.model, batch, self.config.sampling.temperature)[0]
 
     def _batches(self, examples: Sequence[Example], load: Loader | None):
-        groups = plan_micro_batches(examples, self.config.train.micro_tokens)
+        width = None if self._graphs is None else padded_width
+        groups = plan_micro_batches(examples, self.config.train.micro_tokens, width)
         missing = self._ranks.most(len(groups)) - len(groups)
         yield from ahead((partial(_micro_batch, group, load, self._device) for group in groups), self._device)
         for _ in range(missing):
             yield filler(self._device)
+
+
+def _graphs(model: nn.Module, sites: TrainerSites, config: Config, ranks: Ranks) -> DecoderGraphs | None:
+    """The decoder as CUDA graphs, where that is wanted and possible."""
+    train = config.train
+    if not train.cuda_graphs or train.gradient_checkpointing or ranks.size > 1 or refusal(model, sites):
+        return None
+    return DecoderGraphs(model, sites, train.micro_tokens)
 
 
 def _micro_batch(group: Sequence[Example], load: Loader | None, device: torch.device) -> MicroBatch:

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tracefp4.guidance.runs import SiteRuns
+
 T = TypeVar("T")
 
 
@@ -67,12 +69,14 @@ def _arrived(made: tuple[T, Any], stream: torch.cuda.Stream | None) -> T:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in dataclasses, tuples, lists and dictionaries."""
+    """Every tensor in dataclasses, tuples, lists, dictionaries and records kept as runs."""
     if isinstance(value, Tensor):
         yield value
     elif is_dataclass(value) and not isinstance(value, type):
         for item in fields(value):
             yield from tensors_in(getattr(value, item.name))
+    elif isinstance(value, SiteRuns):
+        yield from tensors_in(value.parts)
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)

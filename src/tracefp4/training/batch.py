@@ -10,7 +10,7 @@ Row ``t`` of a sequence is the forward pass of token ``t`` and predicts token ``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -59,7 +59,7 @@ class GuidedRows:
     """Every real row is guided; then the sites need not compute the unguided rounding."""
     count: int
     """Rows that are guided."""
-    sites: dict[Site, SiteRecord]
+    sites: Mapping[Site, SiteRecord]
     """Recorded outcomes with ``R`` rows, on the device; rows that are not guided hold zeros and are never read. Checks
     of congruent scales have one row a sequence, ``(B, ceil(S / 16))``."""
 
@@ -117,14 +117,18 @@ class MicroBatch:
     on the device; ``None`` unless every example has them."""
 
 
-def plan_micro_batches(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
+def plan_micro_batches(
+    examples: Sequence[Example], max_tokens: int, width: Callable[[int], int] | None = None
+) -> list[list[Example]]:
     """Group examples so that no micro-batch exceeds ``max_tokens`` padded rows (a longer single one stands alone).
 
-    Longest first, so that the first micro-batch already shows whether the memory suffices. Deterministic.
+    Longest first, so that the first micro-batch already shows whether the memory suffices. Deterministic. ``width``
+    says to how many rows a sequence is padded that has the most of its micro-batch; ``None``: to those.
     """
     groups: list[list[Example]] = []
     for example in sorted(examples, key=lambda e: (-e.rows, e.index)):
-        if groups and (len(groups[-1]) + 1) * groups[-1][0].rows <= max_tokens:
+        most = 0 if not groups else groups[-1][0].rows if width is None else width(groups[-1][0].rows)
+        if groups and (len(groups[-1]) + 1) * most <= max_tokens:
             groups[-1].append(example)
         else:
             groups.append([example])

@@ -43,12 +43,23 @@ class ScaleChecks:
         known = torch.nn.functional.pad(mask, (0, -mask.shape[1] % CHUNK)).view(*found.shape, CHUNK).any(-1)
         self._counts.append((known.sum(), ((found != record.checks) & known).sum()))
 
+    def add(self, counts: Tensor) -> None:
+        """Add what :meth:`total` returned elsewhere."""
+        self._counts.append((counts[0], counts[1]))
+
+    def total(self) -> Tensor | None:
+        """Chunks checked and chunks failed so far, int64 ``(2,)`` on the device; ``None`` if nothing was checked."""
+        if not self._counts:
+            return None
+        return torch.stack([torch.stack(part).sum() for part in zip(*self._counts, strict=True)])
+
     def take(self, ranks: Ranks = ALONE) -> float | None:
         """Share of chunks that failed on any rank since the last call; ``None`` if none were checked.
 
         Reads the device, and is collective.
         """
-        mine = [float(torch.stack(part).sum()) for part in zip(*self._counts, strict=True)] or [0.0, 0.0]
+        counts = self.total()
+        mine = [0.0, 0.0] if counts is None else [float(count) for count in counts.tolist()]
         self._counts.clear()
         total, failed = ranks.sum(mine)
         return failed / total if total else None

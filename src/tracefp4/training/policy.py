@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tracefp4.errors import ModelError
 from tracefp4.training.batch import MicroBatch
+from tracefp4.training.graphs import DecoderGraphs
 
 SCORE = "tracefp4_score"
 """Attribute of a sharded model: :func:`score_whole` as a method that gathers the weights first."""
@@ -48,16 +49,27 @@ class TokenScores(NamedTuple):
     """``(T, k)`` float32: log-probs of the sampler's likeliest tokens (``MicroBatch.top``), if the batch has them."""
 
 
-def score_tokens(model: Any, batch: MicroBatch, temperature: float = 1.0, chunk: int = 4096) -> TokenScores:
-    """As :func:`token_logprobs`, and the log-probs of the sampler's likeliest tokens where the batch has them."""
+def score_tokens(
+    model: Any, batch: MicroBatch, temperature: float = 1.0, chunk: int = 4096, graphs: DecoderGraphs | None = None
+) -> TokenScores:
+    """As :func:`token_logprobs`, and the log-probs of the sampler's likeliest tokens where the batch has them.
+
+    ``graphs``: what runs the decoder of ``model``, where it can.
+    """
     gathering = getattr(model, SCORE, None)
-    return score_whole(model, batch, temperature, chunk) if gathering is None else gathering(batch, temperature, chunk)
+    if gathering is not None:
+        return gathering(batch, temperature, chunk)
+    return score_whole(model, batch, temperature, chunk, graphs)
 
 
-def score_whole(model: Any, batch: MicroBatch, temperature: float, chunk: int) -> TokenScores:
+def score_whole(
+    model: Any, batch: MicroBatch, temperature: float, chunk: int, graphs: DecoderGraphs | None = None
+) -> TokenScores:
     """As :func:`score_tokens`, of a model whose weights are all there."""
-    decoder = model.get_decoder()
-    hidden = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
+    hidden = None if graphs is None else graphs.hidden(batch.input_ids)
+    if hidden is None:
+        decoder = model.get_decoder()
+        hidden = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
     head = model.get_output_embeddings()
     if head is None:
         raise ModelError(f"{type(model).__name__} has no output head")

@@ -104,6 +104,16 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
             if observer is not None:
                 observer.truth = None
 
+    @contextmanager
+    def standing_in(self, guidance: GuidedRows | None, routes: Routes | None) -> Iterator[ScaleChecks]:
+        """Other guidance and routes in the place of those attached, and checks that are counted apart."""
+        own = self.guidance, self.routes, self._sorted, self.checks
+        self.guidance, self.routes, self._sorted, self.checks = guidance, routes, None, ScaleChecks()
+        try:
+            yield self.checks
+        finally:
+            self.guidance, self.routes, self._sorted, self.checks = own
+
     def operand(self, site: Site, x: Tensor, numerics: Numerics, rows: Tensor | None) -> Operand:
         """As :meth:`quantize`, for a matrix product: exact operand and global scale."""
         fused = self._fused(site, x, numerics, rows, None)

@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tracefp4.core import Site
 from tracefp4.errors import GuidanceMismatch
 from tracefp4.guidance.codec import chunks
 from tracefp4.guidance.layout import Parts, align
-from tracefp4.guidance.record import Record, SiteRecord
+from tracefp4.guidance.record import Record
 from tracefp4.guidance.runs import SiteRuns
 
 _FILL = (0, 0, 1, 0)
@@ -53,9 +52,7 @@ class _Place:
         return buffer[self.start : self.stop].view(self.dtype).view(self.shape)
 
 
-def stack_sites(
-    records: Sequence[Record | None], like: Record, width: int, device: torch.device
-) -> dict[Site, SiteRecord]:
+def stack_sites(records: Sequence[Record | None], like: Record, width: int, device: torch.device) -> SiteRuns:
     """The sites of several records as those of one batch.
 
     Args:
@@ -96,14 +93,14 @@ def _write(target: Tensor, part: Tensor | None, fill: int) -> None:
         target[:, count:].fill_(fill)
 
 
-def _sites(runs: SiteRuns, places: Sequence[Sequence[_Place | None]], buffer: Tensor) -> dict[Site, SiteRecord]:
+def _sites(runs: SiteRuns, places: Sequence[Sequence[_Place | None]], buffer: Tensor) -> SiteRuns:
     """Sites as views of the buffer: rows of all sequences in one axis, checks with a row a sequence."""
     parts = []
     for group in places:
         *rows, checks = [None if place is None else place.view(buffer) for place in group]
         planes, scales, wide = (cast(Tensor, None if part is None else part.flatten(1, 2)) for part in rows)
         parts.append(Parts(planes, scales, wide, checks))
-    return dict(SiteRuns(runs.table, tuple(parts), runs.scale_bits))
+    return SiteRuns(runs.table, tuple(parts), runs.scale_bits)
 
 
 def _arrange(runs: SiteRuns, batch: int, width: int) -> tuple[list[list[_Place | None]], int]:

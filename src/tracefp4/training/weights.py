@@ -13,6 +13,7 @@ again and again without a change and without counting; there the optimizer says 
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from typing import Literal
 
@@ -45,7 +46,11 @@ class WeightOperands:
         self.cache: Cache = cache if numerics is not None and numerics.element == "e2m1" else "widened"
         self._packed: dict[tuple[int, str], tuple[_Stamp, PackedWeight]] = {}
         self._operands: OrderedDict[tuple[int, str], tuple[_Stamp, Operand]] = OrderedDict()
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._version: int | None = None
+        self.generation = 0
+        """Grows when operands that somebody may read from where they lie are given up. Widened ones are not: those of
+        changed weights are written over them."""
 
     def manage(self) -> None:
         """From now on weights change when :meth:`renew` says so, and never otherwise."""
@@ -69,10 +74,34 @@ class WeightOperands:
             self._operands.move_to_end(key)
             return kept[1]
         operand = widened(self._make(key, stamp, weight.detach(), transposed))
-        self._operands[key] = (stamp, operand)
+        if kept is not None:
+            operand = self._renewed(kept[1], operand)
+        self._operands[key], self._modules[id(module)] = (stamp, operand), weakref.ref(module)
         if self.cache == "packed" and len(self._operands) > IN_FLIGHT:
             self._operands.popitem(last=False)
+            self.generation += 1
         return operand
+
+    def refresh(self) -> None:
+        """Quantize anew every kept operand whose weight has changed, for readers that do not ask."""
+        for index, projection in list(self._operands):
+            module = self._modules[index]()
+            if module is not None:
+                self.get(module, projection)
+
+    def _renewed(self, old: Operand, new: Operand) -> Operand:
+        """``new``, at the addresses of ``old`` if that can be."""
+        if new.values.data_ptr() == old.values.data_ptr():
+            return new
+        parts = ((old.values, new.values), (old.scale, new.scale))
+        same = all(a is b or (a is not None and b is not None and a.shape == b.shape) for a, b in parts)
+        if self.cache == "packed" or not same or old.values.dtype is not new.values.dtype:
+            self.generation += 1
+            return new
+        for target, source in parts:
+            if target is not None and source is not None:
+                target.copy_(source)
+        return Operand(old.values, old.scale)
 
     def put(self, module: nn.Module, projection: str, packed: PackedWeight) -> None:
         """Serve ``packed`` for ``module.<projection>`` until that parameter changes, whatever it holds.
@@ -86,6 +115,7 @@ class WeightOperands:
         key = (id(module), projection)
         self._packed[key] = (self._stamp(getattr(module, projection)), packed)
         self._operands.pop(key, None)
+        self.generation += 1
 
     def tensors(self) -> list[Tensor]:
         """Everything that is kept beside the weights themselves."""

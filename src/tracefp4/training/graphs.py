@@ -1,0 +1,328 @@
+"""Forward and backward pass of the decoder as two CUDA graphs.
+
+A training step of a small model waits for Python: 5,000 launches of some ten microseconds each leave a GPU idle for two
+thirds of the time. A CUDA graph replays what was launched once, at the same addresses, for the price of one launch. So
+everything that changes from one micro-batch to the next has to lie in tensors that stay:
+
+    embeddings, routes, guidance    copied in before each replay
+    operands of quantized weights   made anew in place after each optimizer step (:mod:`tracefp4.training.weights`)
+    weights                         the optimizer writes into them
+
+and everything that Python decides has to be the same: the padded size, which sites are guided, whether all rows are.
+Micro-batches are padded to a few sizes, and each size gets a *program*, a pair of graphs, when it is first met. What is
+padded repeats real rows, so that it costs nothing to think of: no real token sees it, it is given no gradient, and
+routes stay spread over the experts. Embedding, output head and loss are left to Python, whose shapes they may have.
+
+Graphs share one pool of memory, since only one micro-batch is in flight; running another forward before the backward
+pass of the last one is refused. They are not used where layers are recomputed, where an observer wants to see codes, or
+without gradients.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracefp4.errors import TrainingError
+from tracefp4.guidance.codec import chunks
+from tracefp4.guidance.layout import Parts
+from tracefp4.guidance.runs import SiteRuns
+from tracefp4.training.batch import GuidedRows, Routes
+from tracefp4.training.sites import TrainerSites
+
+KEPT = 8
+"""Programs kept; the one unused for longest goes first."""
+NARROWEST = 32
+"""Rows that a sequence is padded to at least."""
+
+Replay = Callable[[], None]
+Capture = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Replay]]
+"""Runs a function whose results are tensors; returns these and what computes them again, in place."""
+
+
+def padded_width(rows: int) -> int:
+    """Rows to which sequences of ``rows`` are padded: at most an eighth of a power of two more, so sizes are few."""
+    step = max(NARROWEST, 1 << max((rows - 1).bit_length() - 3, 0))
+    return -(-rows // step) * step
+
+
+@dataclass(slots=True)
+class _Program:
+    """The graphs of one size, and the tensors that they read and write."""
+
+    embeds: Tensor
+    """``(B, S, H)``, a leaf."""
+    guidance: GuidedRows | None
+    routes: Routes | None
+    weights: int
+    """Generation of the weight operands that it reads."""
+    addresses: tuple[int, ...]
+    """Of the parameters that it reads."""
+    grad: Tensor
+    """``(B, S, H)``: gradient of :attr:`hidden`."""
+    hidden: Tensor = field(init=False)
+    forward: Replay = field(init=False)
+    backward: Replay = field(init=False)
+    grads: list[Tensor | None] = field(init=False)
+    """Of the embeddings, then of each parameter."""
+    counts: Tensor | None = None
+    """``(2,)``: chunks of congruent scales that were checked, and that failed."""
+    runs: int = 0
+    """Forward passes so far."""
+
+
+class DecoderGraphs:
+    """Graphs of one bound model.
+
+    Args:
+        model: a causal language model of transformers, bound to ``sites``; not sharded, layers not recomputed.
+        sites: the trainer's.
+        tokens: padded tokens of a micro-batch.
+        capture: how a function is captured; CUDA graphs in one pool unless a test says otherwise.
+
+    Raises:
+        TrainingError: see :func:`refusal`.
+    """
+
+    def __init__(self, model: Any, sites: TrainerSites, tokens: int, capture: Capture | None = None) -> None:
+        problem = refusal(model, sites, capture is None)
+        if problem is not None:
+            raise TrainingError(f"the decoder cannot run as CUDA graphs: {problem}")
+        self._decoder, self._sites, self._tokens = model.get_decoder(), sites, tokens
+        self._embedding: nn.Module = model.get_input_embeddings()
+        self._capture = cuda_graphs() if capture is None else capture
+        own = {id(p) for p in self._embedding.parameters()}
+        self._params = [p for p in self._decoder.parameters() if p.requires_grad and id(p) not in own]
+        self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
+        self._maps: dict[tuple[int, ...], Tensor] = {}
+        self.failure: str | None = None
+        """Why capturing failed; everything is computed step by step since."""
+
+    def hidden(self, input_ids: Tensor) -> Tensor | None:
+        """Last hidden states ``(B, S, H)`` of the micro-batch that is attached to the sites.
+
+        ``None`` where it has to be computed step by step: gradients are off, an observer is there, or the batch is
+        larger than a micro-batch.
+
+        Args:
+            input_ids: ``(B, S)`` int64.
+        """
+        sites = self._sites
+        size = self._size(*input_ids.shape)
+        if size is None or self.failure or sites.observer is not None or not torch.is_grad_enabled():
+            return None
+        embeds = self._embedding(input_ids)
+        sites.weights.refresh()
+        try:
+            program = self._program(size, embeds, sites.guidance, sites.routes)
+        except RuntimeError as error:  # what CUDA says where something waits for the device
+            self.failure = str(error).split("\n", 1)[0]
+            warnings.warn(f"training goes on without CUDA graphs: {self.failure}", RuntimeWarning, stacklevel=2)
+            return None
+        return _Replay.apply(self, program, embeds, *self._params)
+
+    def __len__(self) -> int:
+        """Programs that are kept."""
+        return len(self._programs)
+
+    def _size(self, batch: int, rows: int) -> tuple[int, int] | None:
+        width = padded_width(rows)
+        most = max(1, self._tokens // width)
+        return (most, width) if batch <= most else None
+
+    def _program(
+        self, size: tuple[int, int], embeds: Tensor, guidance: GuidedRows | None, routes: Routes | None
+    ) -> _Program:
+        key = (size, embeds.dtype, _kind(guidance), None if routes is None else (routes.known is None))
+        program = self._programs.get(key)
+        current = (self._sites.weights.generation, tuple(p.data_ptr() for p in self._params))
+        if program is None or (program.weights, program.addresses) != current:
+            self._programs.pop(key, None)
+            program = self._make(size, embeds, guidance, routes)
+            self._programs[key] = program
+            if len(self._programs) > KEPT:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        return program
+
+    def load(self, program: _Program, embeds: Tensor) -> None:
+        """Copy the attached micro-batch into a program's tensors."""
+        (batch, rows), (most, width) = embeds.shape[:2], program.embeds.shape[:2]
+        places = self._map(batch, rows, most, width)
+        with torch.no_grad():
+            torch.index_select(embeds.detach().flatten(0, 1), 0, places, out=program.embeds.detach().flatten(0, 1))
+        sites = self._sites
+        if program.routes is not None and sites.routes is not None:
+            torch.index_select(sites.routes.experts, 1, places, out=program.routes.experts)
+            if program.routes.known is not None and sites.routes.known is not None:
+                torch.index_select(sites.routes.known, 1, places, out=program.routes.known)
+        if program.guidance is not None and sites.guidance is not None:
+            cut = self._map(batch, chunks(rows), most, chunks(width))
+            _copy_guidance(sites.guidance, program.guidance, (batch, rows), (most, width), places, cut)
+
+    def replayed(self, program: _Program) -> None:
+        """Account for a forward pass of a program."""
+        program.runs += 1
+        if program.counts is not None:
+            self._sites.checks.add(program.counts.clone())
+
+    def _map(self, batch: int, rows: int, most: int, width: int) -> Tensor:
+        """For each place of ``(most, width)`` the place of ``(batch, rows)`` that it holds; int64."""
+        key = (batch, rows, most, width)
+        if key not in self._maps:
+            if len(self._maps) >= 256:
+                self._maps.clear()
+            sequence, row = torch.arange(most) % batch, torch.arange(width) % rows
+            self._maps[key] = (sequence[:, None] * rows + row[None, :]).flatten().to(self._params[0].device)
+        return self._maps[key]
+
+    def _make(
+        self, size: tuple[int, int], embeds: Tensor, guidance: GuidedRows | None, routes: Routes | None
+    ) -> _Program:
+        shape = (*size, embeds.shape[2])
+        device, sites = embeds.device, self._sites
+        program = _Program(
+            embeds=torch.zeros(shape, dtype=embeds.dtype, device=device).requires_grad_(),
+            guidance=None if guidance is None else _room_for_guidance(guidance, size, embeds.shape[:2]),
+            routes=None if routes is None else _room_for_routes(routes, size[0] * size[1]),
+            weights=0,
+            addresses=tuple(p.data_ptr() for p in self._params),
+            grad=torch.zeros(shape, dtype=embeds.dtype, device=device),
+        )
+        self.load(program, embeds)
+        kept: list[Tensor] = []
+        used: list[bool] = []
+
+        def forward() -> list[Tensor]:
+            positions = torch.arange(size[1], device=device).unsqueeze(0)
+            with torch.enable_grad(), sites.standing_in(program.guidance, program.routes) as checks:
+                result = self._decoder(inputs_embeds=program.embeds, position_ids=positions, use_cache=False)
+                counts = checks.total()
+            kept[:] = [result.last_hidden_state]
+            return [kept[0].detach(), *([] if counts is None else [counts])]
+
+        def backward() -> list[Tensor]:
+            wanted = [program.embeds, *self._params]
+            found = torch.autograd.grad(kept[0], wanted, program.grad, allow_unused=True)
+            used[:] = [grad is not None for grad in found]
+            return [grad for grad in found if grad is not None]
+
+        forward()  # compiles kernels and makes weight operands, which a capture could not
+        backward()
+        (program.hidden, *counts), program.forward = self._capture(forward)
+        grads, program.backward = self._capture(backward)
+        kept.clear()
+        rest = iter(grads)
+        program.grads = [next(rest) if is_used else None for is_used in used]
+        program.counts = counts[0] if counts else None
+        program.weights = sites.weights.generation
+        return program
+
+
+class _Replay(torch.autograd.Function):
+    """Replays a program; the gradient replays its other half."""
+
+    @staticmethod
+    def forward(ctx: Any, graphs: DecoderGraphs, program: _Program, embeds: Tensor, *params: Tensor) -> Tensor:
+        graphs.load(program, embeds)
+        program.forward()
+        graphs.replayed(program)
+        ctx.program, ctx.run, ctx.size = program, program.runs, embeds.shape[:2]
+        batch, rows = ctx.size
+        return program.hidden[:batch, :rows].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        program, (batch, rows) = ctx.program, ctx.size
+        if ctx.run != program.runs:
+            raise TrainingError("a micro-batch was begun before the backward pass of the one before it")
+        program.grad.zero_()
+        program.grad[:batch, :rows] = grads[0]
+        program.backward()
+        embeds, *params = program.grads
+        # Names of their own for the same memory: whoever adds them up has to do so before the next replay.
+        mine = (
+            None if grad is None else grad.clone() if grad.dtype is torch.float32 else grad.detach() for grad in params
+        )
+        return None, None, None if embeds is None else embeds[:batch, :rows].clone(), *mine
+
+
+def refusal(model: Any, sites: TrainerSites, cuda: bool = True) -> str | None:
+    """Why a model cannot run as graphs, as part of a sentence; ``None`` if it can."""
+    device = next(model.parameters()).device
+    if cuda and device.type != "cuda":
+        return f"the model is on {device.type}"
+    if sites.weights.cache == "packed":
+        return "operands of packed weights are made for each layer anew"
+    if sites.layout.deltas:
+        return "its layers with a recurrent state choose their mask on the host"
+    return None
+
+
+def cuda_graphs() -> Capture:
+    """Capturing as CUDA graphs that share one pool of memory."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(body: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Replay]:
+        graph = torch.cuda.CUDAGraph()
+        # Another thread may be reading guidance ahead, with allocations and copies of its own.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            results = body()
+        return results, graph.replay
+
+    return capture
+
+
+def _kind(guidance: GuidedRows | None) -> Hashable:
+    """What of guidance decides which launches there are."""
+    if guidance is None:
+        return None
+    runs = SiteRuns.of(guidance.sites)
+    shapes = tuple(None if part is None else (*part.shape[:1], *part.shape[2:]) for p in runs.parts for part in p)
+    return guidance.complete, runs.table.shapes, runs.scale_bits, shapes
+
+
+def _room_for_routes(routes: Routes, rows: int) -> Routes:
+    layers, _, top_k = routes.experts.shape
+    known = None if routes.known is None else routes.known.new_zeros(layers, rows, 1)
+    return Routes(routes.experts.new_zeros(layers, rows, top_k), known)
+
+
+def _room_for_guidance(guidance: GuidedRows, size: tuple[int, int], own: Sequence[int]) -> GuidedRows:
+    """Tensors for guidance of ``size``, like that of a batch of size ``own``."""
+    batch, width = size
+    runs = SiteRuns.of(guidance.sites)
+    parts = []
+    for planes, scales, wide, checks in runs.parts:
+        kept = None if checks is None else checks.new_zeros(checks.shape[0], batch, chunks(width))
+        wide = None if wide is None else _rows_like(wide, batch * width)
+        parts.append(Parts(_rows_like(planes, batch * width), _rows_like(scales, batch * width), wide, kept))
+    sites = SiteRuns(runs.table, tuple(parts), runs.scale_bits)
+    guided = torch.zeros(batch * width, dtype=torch.bool, device=guidance.guided.device)
+    return GuidedRows(guided, guidance.complete, 0, sites)
+
+
+def _rows_like(tensor: Tensor, rows: int) -> Tensor:
+    return tensor.new_zeros(tensor.shape[0], rows, *tensor.shape[2:])
+
+
+def _copy_guidance(
+    source: GuidedRows, target: GuidedRows, own: tuple[int, int], size: tuple[int, int], places: Tensor, cut: Tensor
+) -> None:
+    (batch, rows), (most, width) = own, size
+    target.guided.zero_()
+    target.guided.view(most, width)[:batch, :rows] = source.guided.view(batch, rows)
+    for mine, theirs in zip(SiteRuns.of(target.sites).parts, SiteRuns.of(source.sites).parts, strict=True):
+        *row_parts, checks = zip(mine, theirs, strict=True)
+        for into, part in row_parts:
+            if into is not None and part is not None:
+                torch.index_select(part, 1, places, out=into)
+        into, part = checks
+        if into is not None and part is not None:
+            torch.index_select(part.flatten(1), 1, cut, out=into.flatten(1))

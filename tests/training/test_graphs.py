@@ -1,0 +1,208 @@
+"""The decoder as graphs: static tensors, padding and renewed weights give the gradients of the step-by-step pass.
+
+Without a GPU a captured function is run again in the place of a replay, which tests everything but CUDA's own part.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tracefp4.errors import TrainingError
+from tracefp4.evaluation.bench_train import SHAPES, Case
+from tracefp4.formats.spec import get_spec
+from tracefp4.models.binding import bound
+from tracefp4.training.batch import collate, plan_micro_batches
+from tracefp4.training.graphs import KEPT, DecoderGraphs, padded_width, refusal
+from tracefp4.training.observe import Observer
+from tracefp4.training.policy import score_tokens
+from tracefp4.training.sites import TrainerSites
+from tracefp4.training.weights import WeightOperands
+
+SHAPE = replace(
+    SHAPES["tiny"], layers=2, hidden=64, heads=2, kv_heads=1, head_dim=64, experts=4, inter=64, vocabulary=96
+)
+
+
+def rerun(body):
+    """Capture by running again: the results of each run are written into those of the first."""
+    results = body()
+
+    def replay():
+        with torch.no_grad():
+            for old, new in zip(results, body(), strict=True):
+                old.copy_(new)
+
+    return results, replay
+
+
+@pytest.fixture(scope="module")
+def case():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    made = Case.make(SHAPE, 3, 40, device, recompute=False)
+    made.record()
+    return made
+
+
+def _capture(case):
+    return None if case.device.type == "cuda" else rerun
+
+
+def _cut(example, rows):
+    """The first rows of an example, with their guidance."""
+    record = example.record
+    sites = {site: one.slice(0, rows, checks=False) for site, one in record.sites.items()}
+    record = replace(record, rows=rows, valid=record.valid[:rows], sites=sites)
+    return replace(example, tokens=example.tokens[: rows + 1], record=record, routes=example.routes[:rows])
+
+
+def _gradients(case, sites, batch, graphs):
+    case.model.zero_grad(set_to_none=True)
+    with sites.batch(batch):
+        scored = score_tokens(case.model, batch, graphs=graphs)
+        (-scored.logprobs.sum()).backward()
+    return scored.logprobs.detach().clone(), {n: p.grad.clone() for n, p in case.model.named_parameters()}
+
+
+def _same(found, expected):
+    assert torch.allclose(found[0], expected[0], atol=2e-2)
+    for name, grad in expected[1].items():
+        assert (found[1][name] - grad).norm() <= 5e-2 * grad.norm() + 1e-4, name
+
+
+@pytest.mark.parametrize("arm", ["bf16", "qat", "guided", "partly guided"])
+def test_gradients_of_the_step_by_step_pass(case, arm):
+    spec = get_spec("bf16" if arm == "bf16" else "nvfp4-w4a4-kv4")
+    sites = TrainerSites(case.layout, spec)
+    first, second = case.micro_batches
+    lengths = (40, 33, 21)
+    batches = [[_cut(e, n) for e, n in zip(group, lengths, strict=True)] for group in (first, second)]
+    batches.append(batches[1][:2])
+    if "guided" not in arm:
+        batches = [[replace(e, record=None) for e in group] for group in batches]
+    elif arm == "partly guided":
+        batches = [[replace(group[0], record=None), *group[1:]] for group in batches]
+    with bound(case.model, sites):
+        graphs = DecoderGraphs(case.model, sites, 256, _capture(case))
+        for group in batches:
+            batch = collate(group, case.device)
+            _same(_gradients(case, sites, batch, graphs), _gradients(case, sites, batch, None))
+        assert graphs.failure is None and len(graphs) == 1
+        # Weights change: operands are made anew where the graphs read them.
+        with torch.no_grad():
+            for p in case.model.parameters():
+                p.mul_(1.25)
+        batch = collate(batches[0], case.device)
+        found = _gradients(case, sites, batch, graphs)
+        _same(found, _gradients(case, sites, batch, None))
+        fresh = TrainerSites(case.layout, spec)
+        assert len(graphs) == 1
+    with bound(case.model, fresh):
+        _same(found, _gradients(case, fresh, batch, None))
+    with torch.no_grad():
+        for p in case.model.parameters():
+            p.mul_(0.8)
+
+
+def test_a_batch_is_the_same_whatever_ran_before(case):
+    sites = TrainerSites(case.layout, get_spec("nvfp4-w4a4-kv4"))
+    a, b = (
+        collate([_cut(e, 30) for e in group[:n]], case.device)
+        for group, n in zip(case.micro_batches, (2, 3), strict=True)
+    )
+    with bound(case.model, sites):
+        graphs = DecoderGraphs(case.model, sites, 256, _capture(case))
+        one = _gradients(case, sites, a, graphs)
+        _gradients(case, sites, b, graphs)
+        other = _gradients(case, sites, a, graphs)
+    assert torch.equal(one[0], other[0])
+    assert all(torch.equal(grad, other[1][name]) for name, grad in one[1].items())
+
+
+def test_congruent_scales_are_checked_in_each_replay(case):
+    sites = TrainerSites(case.layout, get_spec("nvfp4-w4a4-kv4"))
+    example = case.micro_batches[0][0]
+    record = example.record
+    congruent = {site: one.reduce(1, 2, record.valid) for site, one in record.sites.items()}
+    batch = collate([replace(example, record=replace(record, sites=congruent))], case.device)
+    shares = []
+    with bound(case.model, sites):
+        for graphs in (None, DecoderGraphs(case.model, sites, 256, _capture(case))):
+            for _ in range(2):
+                _gradients(case, sites, batch, graphs)
+                shares.append((sites.checks.total().tolist()[0], sites.checks.take()))
+    assert shares[0] == shares[1] == shares[2] == shares[3] and shares[0][0] > 0
+
+
+def test_what_has_to_run_step_by_step(case):
+    sites = TrainerSites(case.layout, get_spec("nvfp4-w4a4-kv4"))
+    batch = collate(case.micro_batches[0], case.device)
+    with bound(case.model, sites):
+        graphs = DecoderGraphs(case.model, sites, 256, _capture(case))
+        with sites.batch(batch), torch.no_grad():
+            assert graphs.hidden(batch.input_ids) is None
+        with sites.batch(batch, observer=Observer()):
+            assert graphs.hidden(batch.input_ids) is None
+        small = DecoderGraphs(case.model, sites, 64, _capture(case))
+        with sites.batch(batch):
+            assert small.hidden(batch.input_ids) is None
+
+
+def test_a_second_forward_before_the_backward_is_refused(case):
+    sites = TrainerSites(case.layout, get_spec("bf16"))
+    batch = collate(case.micro_batches[0], case.device)
+    with bound(case.model, sites):
+        graphs = DecoderGraphs(case.model, sites, 256, _capture(case))
+        with sites.batch(batch):
+            one, _ = (score_tokens(case.model, batch, graphs=graphs).logprobs for _ in range(2))
+            with pytest.raises(TrainingError, match="before the backward pass"):
+                one.sum().backward()
+
+
+def test_a_failed_capture_is_told_and_training_goes_on(case):
+    def broken(body):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    sites = TrainerSites(case.layout, get_spec("bf16"))
+    batch = collate(case.micro_batches[0], case.device)
+    with bound(case.model, sites):
+        graphs = DecoderGraphs(case.model, sites, 256, broken)
+        with pytest.warns(RuntimeWarning, match="without CUDA graphs: operation not permitted"):
+            found = _gradients(case, sites, batch, graphs)
+        _same(found, _gradients(case, sites, batch, None))
+    assert graphs.failure == "operation not permitted when stream is capturing"
+
+
+def test_few_programs_are_kept(case):
+    sites = TrainerSites(case.layout, get_spec("bf16"))
+    with bound(case.model, sites):
+        graphs = DecoderGraphs(case.model, sites, 1024, _capture(case))
+        for rows in range(32, 32 * (KEPT + 3), 32):
+            example = replace(case.micro_batches[0][0], record=None, routes=None)
+            batch = collate([replace(example, tokens=tuple([5] * (rows + 1)))], case.device)
+            _gradients(case, sites, batch, graphs)
+        assert len(graphs) == KEPT
+
+
+def test_who_is_refused(case):
+    sites = TrainerSites(case.layout, get_spec("nvfp4-w4a4"))
+    if case.device.type == "cpu":
+        assert "is on cpu" in refusal(case.model, sites)
+        with pytest.raises(TrainingError, match="the model is on cpu"):
+            DecoderGraphs(case.model, sites, 256)
+    spec = get_spec("nvfp4-w4a4")
+    packed = TrainerSites(case.layout, spec, weights=WeightOperands(spec.weights, "packed"))
+    assert "packed weights" in refusal(case.model, packed, cuda=False)
+
+
+def test_widths_are_few_and_waste_little():
+    widths = [padded_width(rows) for rows in range(1, 5000)]
+    assert all(width >= rows for rows, width in enumerate(widths, 1)) and widths == sorted(widths)
+    assert all(width <= 1.25 * rows for rows, width in enumerate(widths, 1) if rows > 128)
+    assert len(set(widths)) < 60
+
+
+def test_micro_batches_hold_padded_rows(case):
+    examples = [_cut(e, 33) for e in case.micro_batches[0]]
+    assert [len(g) for g in plan_micro_batches(examples, 128)] == [3]
+    assert [len(g) for g in plan_micro_batches(examples, 128, padded_width)] == [2, 1]
