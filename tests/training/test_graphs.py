@@ -24,16 +24,19 @@ SHAPE = replace(
 )
 
 
-def rerun(body):
+def rerun(*bodies):
     """Capture by running again: the results of each run are written into those of the first."""
-    results = body()
+    captured = []
+    for body in bodies:
+        results = body()
 
-    def replay():
-        with torch.no_grad():
-            for old, new in zip(results, body(), strict=True):
-                old.copy_(new)
+        def replay(body=body, results=results):
+            with torch.no_grad():
+                for old, new in zip(results, body(), strict=True):
+                    old.copy_(new)
 
-    return results, replay
+        captured += [results, replay]
+    return captured
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +163,7 @@ def test_a_second_forward_before_the_backward_is_refused(case):
 
 
 def test_a_failed_capture_is_told_and_training_goes_on(case):
-    def broken(body):
+    def broken(forward, backward):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     sites = TrainerSites(case.layout, get_spec("bf16"))

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from tracefp4.errors import TrainingError
 from tracefp4.guidance.codec import chunks
@@ -42,8 +43,9 @@ NARROWEST = 32
 """Rows that a sequence is padded to at least."""
 
 Replay = Callable[[], None]
-Capture = Callable[[Callable[[], list[Tensor]]], tuple[list[Tensor], Replay]]
-"""Runs a function whose results are tensors; returns these and what computes them again, in place."""
+Body = Callable[[], list[Tensor]]
+Capture = Callable[[Body, Body], tuple[list[Tensor], Replay, list[Tensor], Replay]]
+"""Runs a forward and a backward pass; returns the results of each, and what computes them again, in place."""
 
 
 def padded_width(rows: int) -> int:
@@ -98,7 +100,11 @@ class DecoderGraphs:
         self._embedding: nn.Module = model.get_input_embeddings()
         self._capture = cuda_graphs() if capture is None else capture
         own = {id(p) for p in self._embedding.parameters()}
-        self._params = [p for p in self._decoder.parameters() if p.requires_grad and id(p) not in own]
+        named = {n: p for n, p in self._decoder.named_parameters() if p.requires_grad and id(p) not in own}
+        self._params = list(named.values())
+        # The same memory under other names. Autograd waits for the stream on which it first met a leaf, and those of
+        # the model it has met elsewhere: a capture must not wait for what is not captured.
+        self._leaves = {n: p.detach().requires_grad_() for n, p in named.items()}
         self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
         self._maps: dict[tuple[int, ...], Tensor] = {}
         self.failure: str | None = None
@@ -201,22 +207,21 @@ class DecoderGraphs:
 
         def forward() -> list[Tensor]:
             positions = torch.arange(size[1], device=device).unsqueeze(0)
+            given = {"inputs_embeds": program.embeds, "position_ids": positions, "use_cache": False}
             with torch.enable_grad(), sites.standing_in(program.guidance, program.routes) as checks:
-                result = self._decoder(inputs_embeds=program.embeds, position_ids=positions, use_cache=False)
+                result = functional_call(self._decoder, self._leaves, kwargs=given)
                 counts = checks.total()
             kept[:] = [result.last_hidden_state]
             return [kept[0].detach(), *([] if counts is None else [counts])]
 
         def backward() -> list[Tensor]:
-            wanted = [program.embeds, *self._params]
+            wanted = [program.embeds, *self._leaves.values()]
             found = torch.autograd.grad(kept[0], wanted, program.grad, allow_unused=True)
             used[:] = [grad is not None for grad in found]
             return [grad for grad in found if grad is not None]
 
-        forward()  # compiles kernels and makes weight operands, which a capture could not
-        backward()
-        (program.hidden, *counts), program.forward = self._capture(forward)
-        grads, program.backward = self._capture(backward)
+        # The first run compiles kernels and makes weight operands, which a capture could not.
+        (program.hidden, *counts), program.forward, grads, program.backward = self._capture(forward, backward)
         kept.clear()
         rest = iter(grads)
         program.grads = [next(rest) if is_used else None for is_used in used]
@@ -267,14 +272,21 @@ def refusal(model: Any, sites: TrainerSites, cuda: bool = True) -> str | None:
 
 def cuda_graphs() -> Capture:
     """Capturing as CUDA graphs that share one pool of memory."""
-    pool = torch.cuda.graph_pool_handle()
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
-    def capture(body: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Replay]:
+    def record(body: Body) -> tuple[list[Tensor], Replay]:
         graph = torch.cuda.CUDAGraph()
         # Another thread may be reading guidance ahead, with allocations and copies of its own.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             results = body()
         return results, graph.replay
+
+    def capture(forward: Body, backward: Body) -> tuple[list[Tensor], Replay, list[Tensor], Replay]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            forward()
+            backward()
+        return *record(forward), *record(backward)
 
     return capture
 

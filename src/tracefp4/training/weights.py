@@ -127,7 +127,10 @@ class WeightOperands:
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def _stamp(self, weight: Tensor) -> _Stamp:
-        return (id(weight), weight.data_ptr(), weight._version) if self._version is None else (self._version,)
+        if self._version is not None:
+            return (self._version,)
+        # Of the storage, not of the tensor: a leaf of its own over the same memory is the same weight.
+        return (weight.untyped_storage()._cdata, weight.data_ptr(), weight._version)
 
     def _make(self, key: tuple[int, str], stamp: _Stamp, weight: Tensor, transposed: bool) -> Operand:
         if self.numerics is None:
