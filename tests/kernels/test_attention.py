@@ -182,12 +182,18 @@ def test_prefill_attention(name, width, queries, window, device):
     from tracefp4.kernels.attention_prefill import prefill_attention
 
     kv, _, slots, k, v = filled(name, device, tokens=43, heads=1, width=width)
-    q = torch.randn(queries, 4, width, generator=torch.Generator().manual_seed(5)).bfloat16()
+    q = torch.randn(queries + 3, 4, width, generator=torch.Generator().manual_seed(5)).bfloat16()
     sinks = torch.linspace(-2, 2, 4) if window else None
     options = {"rows": 32, "columns": 16} if device.type == "cpu" else {}
+    # Two sequences: all 43 tokens, of which the last are asked, and 9 of them in another order, of which 3 are.
+    other = [8, 3, 40, 1, 22, 17, 5, 30, 11]
+    packed, table = torch.cat([slots, slots[other]]), torch.tensor([[0, queries, 0, 43], [queries, 3, 43, 9]])
     found = prefill_attention(
-        q.to(device), kv, slots.to(device), width**-0.5, window, None if sinks is None else sinks.to(device), **options
-    )
-    before = 43 - queries
-    expected = attention(q, stands_for(k, name), stands_for(v, name), width**-0.5, window, sinks, before)
-    assert (found.cpu().double() - expected).abs().max() < 0.02
+        q.to(device), kv, packed.to(device), table.to(device), max(queries, 3), width**-0.5, window,
+        None if sinks is None else sinks.to(device), **options,
+    )  # fmt: skip
+    k, v = stands_for(k, name), stands_for(v, name)
+    expected = attention(q[:queries], k, v, width**-0.5, window, sinks, 43 - queries)
+    assert (found[:queries].cpu().double() - expected).abs().max() < 0.02
+    expected = attention(q[queries:], k[:, other], v[:, other], width**-0.5, window, sinks, 6)
+    assert (found[queries:].cpu().double() - expected).abs().max() < 0.02

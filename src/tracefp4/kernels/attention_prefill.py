@@ -1,8 +1,9 @@
-"""Prefill attention: many queries of one sequence over its pages of FP4 words (or bfloat16).
+"""Prefill attention: many queries of each of several sequences over its pages of FP4 words (or bfloat16).
 
-A program takes a tile of queries of one KV head: rows are (query, group member), so a token of K and V is widened once
-for all query heads that share it. The running maximum and sum of a row are kept in float32, as in FlashAttention (Dao
-et al. 2022). Causal: query ``i`` stands at position ``context - queries + i``.
+A program takes a tile of queries of one sequence and one KV head: rows are (query, group member), so a token of K and V
+is widened once for all query heads that share it. The grid has as many tiles for each sequence as the one with the most
+queries needs; programs of the others that find none end at once. The running maximum and sum of a row are kept in
+float32, as in FlashAttention (Dao et al. 2022). Causal: query ``i`` stands at position ``context - queries + i``.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ from tracefp4.kernels.words import vectors
 
 @triton.jit
 def _prefill(
-    q_ptr, codes_ptr, scales_ptr, slots_ptr, sinks_ptr, out_ptr,
-    queries, context, q_token_stride, q_head_stride, code_stride, scale_stride, factor, window, shift,
+    q_ptr, codes_ptr, scales_ptr, slots_ptr, table_ptr, sinks_ptr, out_ptr,
+    q_token_stride, q_head_stride, code_stride, scale_stride, factor, window, shift,
     HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr,
     FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(1)
+    piece = table_ptr + tl.program_id(2) * 4
+    queries, context = tl.load(piece + 1).to(tl.int32), tl.load(piece + 3).to(tl.int32)
+    if tl.program_id(0) * QUERIES >= queries * GROUP:
+        return
+    q_ptr += tl.load(piece) * q_token_stride
+    out_ptr += tl.load(piece) * (HEADS * GROUP * D)
+    slots_ptr += tl.load(piece + 2)
     row = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     query, head = row // GROUP, h * GROUP + row % GROUP
     live = query < queries
@@ -76,6 +84,8 @@ def prefill_attention(
     q: Tensor,
     kv: PagedKV,
     slots: Tensor,
+    table: Tensor,
+    longest: int,
     scaling: float,
     window: int | None = None,
     sinks: Tensor | None = None,
@@ -85,12 +95,14 @@ def prefill_attention(
     warps: int = 8,
     stages: int = 2,
 ) -> Tensor:
-    """Causal attention of the newest tokens of a sequence over all of it.
+    """Causal attention of the newest tokens of each sequence over all of it.
 
     Args:
-        q: bfloat16 ``(S, Hq, D)``, last axis dense.
+        q: bfloat16 ``(T, Hq, D)``, last axis dense; the queries of each sequence are neighbours.
         kv: the layer's pool.
-        slots: int64 ``(L,)``, slots of all tokens in order; the queries are the last ``S`` of them.
+        slots: int64, slots of all tokens of each sequence in order; its queries are the last of them.
+        table: int64 ``(n, 4)``: for each sequence its first query, its queries, its first slot in ``slots``, its slots.
+        longest: most queries of a sequence.
         scaling: factor on the logits.
         window: sliding window in tokens, the current one included; ``None`` for all.
         sinks: ``(Hq,)`` attention-sink logits, or ``None``.
@@ -100,17 +112,17 @@ def prefill_attention(
         stages: loads in flight.
 
     Returns:
-        bfloat16 ``(S, Hq, D)``.
+        bfloat16 ``(T, Hq, D)``.
     """
-    queries, heads, width = q.shape
+    tokens, heads, width = q.shape
     if q.stride(2) != 1:
         q = q.contiguous()
     group = heads // kv.heads
     scales = kv.codes if kv.scales is None else kv.scales
-    out = torch.empty(queries, heads, width, dtype=q.dtype, device=q.device)
-    _prefill[(triton.cdiv(queries * group, rows), kv.heads)](
-        q, kv.codes, scales, slots, q if sinks is None else sinks, out,
-        queries, slots.numel(), q.stride(0), q.stride(1), kv.codes.stride(0), scales.stride(0),
+    out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device)
+    _prefill[(triton.cdiv(longest * group, rows), kv.heads, table.shape[0])](
+        q, kv.codes, scales, slots, table, q if sinks is None else sinks, out,
+        q.stride(0), q.stride(1), kv.codes.stride(0), scales.stride(0),
         scaling * LOG2E.value * kv.shift, window or 2**30, kv.shift,
         HEADS=kv.heads, GROUP=group, D=width, QUERIES=rows, COLUMNS=columns,
         FP4=kv.scales is not None, MX=kv.mx, BLOCK=kv.block, SINKS=sinks is not None,

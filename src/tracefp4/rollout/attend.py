@@ -1,7 +1,7 @@
 """Attention over stored K and V: by a kernel that reads the pages, or over what is gathered and dequantized.
 
-Both ways read nothing but the cache. A prefill takes the newest tokens of one sequence over all of it; a decode step
-takes one token of each of several sequences. :data:`Read` is the way without a kernel, and also the only one for a
+Both ways read nothing but the cache. A prefill takes the newest tokens of each of several sequences over all of its
+own; a decode step takes one token of each. :data:`Read` is the way without a kernel, and also the only one for a
 model that stores latents, which have to be expanded first.
 """
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tracefp4.models.attention import dense_attention
+from tracefp4.rollout.batch import Pieces
 
 if TYPE_CHECKING:
     from tracefp4.kernels.attention_decode import PagedKV
@@ -26,35 +27,41 @@ def attend_prefill(
     q: Tensor,
     kv: PagedKV | None,
     read: Read,
-    context: Tensor,
+    pieces: Pieces,
     *,
     scaling: float,
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention of the newest tokens of a sequence.
+    """Causal attention of the newest tokens of several sequences.
 
     Args:
-        q: ``(1, Hq, S, D)``.
+        q: ``(1, Hq, T, D)``, packed.
         kv: the layer as kernels read it, if it is stored for them.
         read: the same without kernels.
-        context: int64 ``(L,)``, slots of all tokens in order; the queries are the last ``S`` of them.
+        pieces: which rows belong to which sequence, and where it is stored.
         scaling: factor on the logits.
         window: sliding window in tokens, the current one included; ``None`` for all.
         sinks: ``(Hq,)`` attention-sink logits, or ``None``.
 
     Returns:
-        ``(1, S, Hq, Dv)``.
+        ``(1, T, Hq, Dv)``.
     """
     if kv is not None and q.dtype is torch.bfloat16:
         from tracefp4.kernels.attention_prefill import prefill_attention
 
-        return prefill_attention(q[0].transpose(0, 1), kv, context, scaling, window, sinks).unsqueeze(0)
-    if window is not None:
-        # The first query of the piece sees this far back, the others less.
-        context = context[-(q.shape[2] + window - 1) :]
-    k, v = read(context.unsqueeze(0))
-    return dense_attention(q, k, v, scaling=scaling, window=window, sinks=sinks)
+        queries, longest = q[0].transpose(0, 1), max(pieces.counts)
+        return prefill_attention(
+            queries, kv, pieces.slots, pieces.table, longest, scaling, window, sinks
+        ).unsqueeze(0)  # fmt: skip
+    found = []
+    for rows, context in pieces.parts():
+        if window is not None:
+            # The first query of the piece sees this far back, the others less.
+            context = context[-(rows.stop - rows.start + window - 1) :]
+        k, v = read(context.unsqueeze(0))
+        found.append(dense_attention(q[:, :, rows], k, v, scaling=scaling, window=window, sinks=sinks))
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)
 
 
 def attend_decode(

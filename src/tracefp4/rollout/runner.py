@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tracefp4.kernels.runtime import usable
 from tracefp4.models.layout import ModelLayout
-from tracefp4.rollout.batch import DecodeBatch, PrefillBatch, Segment
+from tracefp4.rollout.batch import DecodeBatch, Pieces, PrefillBatch
 from tracefp4.rollout.compiled import compile_layers, compiling, uncompiled
 from tracefp4.rollout.graphs import DecodeGraphs
 from tracefp4.rollout.inputs import DecodeInputs, DecodeRow, draw_of
@@ -121,22 +121,15 @@ class Runner:
     def _prefill_packed(self, chunks: list[Chunk]) -> Tensor:
         """Hidden states ``(T, H)`` of all chunks, one after the other."""
         tokens, positions, slots, tickets = [], [], [], []
-        spans = []
         for chunk in chunks:
-            spans.append((len(tokens), chunk))
             tokens += chunk.prefix.tokens[chunk.start : chunk.stop]
             positions += range(chunk.start, chunk.stop)
             slots += self.pages.slots(chunk.prefix.pages, chunk.start, chunk.stop)
             tickets += [chunk.prefix.ticket] * (chunk.stop - chunk.start)
-        segments = tuple(
-            Segment(
-                first,
-                first + chunk.stop - chunk.start,
-                self._to_device(self.pages.slots(chunk.prefix.pages, 0, chunk.stop)),
-            )
-            for first, chunk in spans
-        )
-        batch = PrefillBatch(self._to_device(slots), self._to_device(tickets).to(torch.int32), segments)
+        known = [slot for chunk in chunks for slot in self.pages.slots(chunk.prefix.pages, 0, chunk.stop)]
+        counts = [chunk.stop - chunk.start for chunk in chunks]
+        pieces = Pieces.pack(counts, [chunk.stop for chunk in chunks], self._to_device(known))
+        batch = PrefillBatch(self._to_device(slots), self._to_device(tickets).to(torch.int32), pieces)
         row = chunks[0].prefix.state_row
         rows = self._to_device([row]) if row is not None else None
         continues = rows if chunks[0].start > 0 else None

@@ -36,7 +36,7 @@ from tracefp4.models.sites import Choice, LayerSites, Operand
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.quantizers.residual import compensated
 from tracefp4.rollout.attend import attend_decode, attend_prefill
-from tracefp4.rollout.batch import Batch, DecodeBatch, PrefillBatch, Segment
+from tracefp4.rollout.batch import Batch, DecodeBatch, PrefillBatch
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.pool import KVPool
 from tracefp4.rollout.state import StatePool
@@ -246,16 +246,9 @@ class _Attention:
         batch = self.owner.here(f"{self.layer}.attend")
         self.owner.pool.write(self.layer, batch.slots, self._parts(module, k, v))
         if isinstance(batch, PrefillBatch):
-            pieces = [self._prefill(module, q, segment, scaling, window, sinks) for segment in batch.segments]
-            return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+            kv, read = self.owner.pool.paged(self.layer, 1), partial(self._read, module)
+            return attend_prefill(q, kv, read, batch.pieces, scaling=scaling, window=window, sinks=sinks)
         return self._decode(module, q, batch, scaling, window, sinks)
-
-    def _prefill(
-        self, module: nn.Module, q: Tensor, segment: Segment, scaling: float, window: int | None, sinks: Tensor | None
-    ) -> Tensor:
-        part = q[:, :, segment.start : segment.stop]
-        kv, read = self.owner.pool.paged(self.layer, 1), partial(self._read, module)
-        return attend_prefill(part, kv, read, segment.context, scaling=scaling, window=window, sinks=sinks)
 
     def _decode(
         self, module: nn.Module, q: Tensor, batch: DecodeBatch, scaling: float, window: int | None, sinks: Tensor | None

@@ -40,6 +40,7 @@ from tracefp4.integrations.vllm.experts import layer_of
 from tracefp4.integrations.vllm.pages import plane_of, row_bytes, row_format
 from tracefp4.integrations.vllm.session import installed
 from tracefp4.rollout.attend import attend_decode, attend_prefill, slots_of_pages
+from tracefp4.rollout.batch import Pieces
 from tracefp4.rollout.plane import KERNEL_WIDTHS, KVPlane
 
 
@@ -71,8 +72,8 @@ class PagedMetadata:
     page_size: int
     lengths: Tensor
     """``(decodes,)`` tokens to attend to."""
-    prefills: list[tuple[int, int, Tensor]]
-    """First and last row of each other request, and the slots of all its tokens so far."""
+    prefills: Pieces | None
+    """The other requests, whose rows come after the decodes."""
 
     @cached_property
     def context(self) -> Tensor:
@@ -113,11 +114,15 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         pages = common.block_table_tensor[:decodes, : -(-common.max_seq_len // size)]
         starts = common.query_start_loc_cpu.tolist()
         lengths = self._host_lengths(common) if others else []
-        prefills = [
-            (starts[i], starts[i + 1], slots_of_pages(common.block_table_tensor[i, : -(-n // size)], size)[:n])
-            for i, n in enumerate(lengths)
-            if i >= decodes and starts[i + 1] > starts[i]
-        ]
+        longer = [i for i in range(decodes, len(lengths)) if starts[i + 1] > starts[i]]
+        prefills = None
+        if longer:
+            slots = [
+                slots_of_pages(common.block_table_tensor[i, : -(-lengths[i] // size)], size)[: lengths[i]]
+                for i in longer
+            ]
+            counts, contexts = [starts[i + 1] - starts[i] for i in longer], [lengths[i] for i in longer]
+            prefills = Pieces.pack(counts, contexts, torch.cat(slots))
         return PagedMetadata(common.num_actual_tokens, decodes, pages, size, common.seq_lens[:decodes], prefills)
 
     @staticmethod
@@ -294,7 +299,8 @@ class PagedAttention(AttentionImpl[PagedMetadata]):
                 max_batch=self.max_batch, **shared,
             )  # fmt: skip
             output[:count] = made.squeeze(1)
-        for start, stop, context in m.prefills:
-            q = query[start:stop].transpose(0, 1).unsqueeze(0)
-            output[start:stop] = attend_prefill(q, plane.paged(1), read, context, **shared)[0]
+        if m.prefills is not None:
+            stop = count + sum(m.prefills.counts)
+            q = query[count:stop].transpose(0, 1).unsqueeze(0)
+            output[count:stop] = attend_prefill(q, plane.paged(1), read, m.prefills, **shared)[0]
         return output
