@@ -24,21 +24,6 @@ SHAPE = replace(
 )
 
 
-def rerun(*bodies):
-    """Capture by running again: the results of each run are written into those of the first."""
-    captured = []
-    for body in bodies:
-        results = body()
-
-        def replay(body=body, results=results):
-            with torch.no_grad():
-                for old, new in zip(results, body(), strict=True):
-                    old.copy_(new)
-
-        captured += [results, replay]
-    return captured
-
-
 @pytest.fixture(scope="module")
 def case():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -47,7 +32,8 @@ def case():
     return made
 
 
-def _capture(case):
+@pytest.fixture
+def capture(case, rerun):
     return None if case.device.type == "cuda" else rerun
 
 
@@ -74,7 +60,7 @@ def _same(found, expected):
 
 
 @pytest.mark.parametrize("arm", ["bf16", "qat", "guided", "partly guided"])
-def test_gradients_of_the_step_by_step_pass(case, arm):
+def test_gradients_of_the_step_by_step_pass(case, capture, arm):
     spec = get_spec("bf16" if arm == "bf16" else "nvfp4-w4a4-kv4")
     sites = TrainerSites(case.layout, spec)
     first, second = case.micro_batches
@@ -86,7 +72,7 @@ def test_gradients_of_the_step_by_step_pass(case, arm):
     elif arm == "partly guided":
         batches = [[replace(group[0], record=None), *group[1:]] for group in batches]
     with bound(case.model, sites):
-        graphs = DecoderGraphs(case.model, sites, 256, _capture(case))
+        graphs = DecoderGraphs(case.model, sites, 256, capture)
         for group in batches:
             batch = collate(group, case.device)
             _same(_gradients(case, sites, batch, graphs), _gradients(case, sites, batch, None))
@@ -107,14 +93,14 @@ def test_gradients_of_the_step_by_step_pass(case, arm):
             p.mul_(0.8)
 
 
-def test_a_batch_is_the_same_whatever_ran_before(case):
+def test_a_batch_is_the_same_whatever_ran_before(case, capture):
     sites = TrainerSites(case.layout, get_spec("nvfp4-w4a4-kv4"))
     a, b = (
         collate([_cut(e, 30) for e in group[:n]], case.device)
         for group, n in zip(case.micro_batches, (2, 3), strict=True)
     )
     with bound(case.model, sites):
-        graphs = DecoderGraphs(case.model, sites, 256, _capture(case))
+        graphs = DecoderGraphs(case.model, sites, 256, capture)
         one = _gradients(case, sites, a, graphs)
         _gradients(case, sites, b, graphs)
         other = _gradients(case, sites, a, graphs)
@@ -122,7 +108,7 @@ def test_a_batch_is_the_same_whatever_ran_before(case):
     assert all(torch.equal(grad, other[1][name]) for name, grad in one[1].items())
 
 
-def test_congruent_scales_are_checked_in_each_replay(case):
+def test_congruent_scales_are_checked_in_each_replay(case, capture):
     sites = TrainerSites(case.layout, get_spec("nvfp4-w4a4-kv4"))
     example = case.micro_batches[0][0]
     record = example.record
@@ -130,32 +116,32 @@ def test_congruent_scales_are_checked_in_each_replay(case):
     batch = collate([replace(example, record=replace(record, sites=congruent))], case.device)
     shares = []
     with bound(case.model, sites):
-        for graphs in (None, DecoderGraphs(case.model, sites, 256, _capture(case))):
+        for graphs in (None, DecoderGraphs(case.model, sites, 256, capture)):
             for _ in range(2):
                 _gradients(case, sites, batch, graphs)
                 shares.append((sites.checks.total().tolist()[0], sites.checks.take()))
     assert shares[0] == shares[1] == shares[2] == shares[3] and shares[0][0] > 0
 
 
-def test_what_has_to_run_step_by_step(case):
+def test_what_has_to_run_step_by_step(case, capture):
     sites = TrainerSites(case.layout, get_spec("nvfp4-w4a4-kv4"))
     batch = collate(case.micro_batches[0], case.device)
     with bound(case.model, sites):
-        graphs = DecoderGraphs(case.model, sites, 256, _capture(case))
+        graphs = DecoderGraphs(case.model, sites, 256, capture)
         with sites.batch(batch), torch.no_grad():
             assert graphs.hidden(batch.input_ids) is None
         with sites.batch(batch, observer=Observer()):
             assert graphs.hidden(batch.input_ids) is None
-        small = DecoderGraphs(case.model, sites, 64, _capture(case))
+        small = DecoderGraphs(case.model, sites, 64, capture)
         with sites.batch(batch):
             assert small.hidden(batch.input_ids) is None
 
 
-def test_a_second_forward_before_the_backward_is_refused(case):
+def test_a_second_forward_before_the_backward_is_refused(case, capture):
     sites = TrainerSites(case.layout, get_spec("bf16"))
     batch = collate(case.micro_batches[0], case.device)
     with bound(case.model, sites):
-        graphs = DecoderGraphs(case.model, sites, 256, _capture(case))
+        graphs = DecoderGraphs(case.model, sites, 256, capture)
         with sites.batch(batch):
             one, _ = (score_tokens(case.model, batch, graphs=graphs).logprobs for _ in range(2))
             with pytest.raises(TrainingError, match="before the backward pass"):
@@ -176,10 +162,10 @@ def test_a_failed_capture_is_told_and_training_goes_on(case):
     assert graphs.failure == "operation not permitted when stream is capturing"
 
 
-def test_few_programs_are_kept(case):
+def test_few_programs_are_kept(case, capture):
     sites = TrainerSites(case.layout, get_spec("bf16"))
     with bound(case.model, sites):
-        graphs = DecoderGraphs(case.model, sites, 1024, _capture(case))
+        graphs = DecoderGraphs(case.model, sites, 1024, capture)
         for rows in range(32, 32 * (KEPT + 3), 32):
             example = replace(case.micro_batches[0][0], record=None, routes=None)
             batch = collate([replace(example, tokens=tuple([5] * (rows + 1)))], case.device)
