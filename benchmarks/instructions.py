@@ -207,9 +207,11 @@ def attention() -> list[bool]:
         for word, mx, block in (("nvfp4", False, 16), ("mxfp4", True, 32), ("bf16", False, 16)):
             plain = word == "bf16"
             shared = common | {"FP4": not plain, "MX": mx, "BLOCK": block}
-            constants = shared | {"COLUMNS": 8, "PAGE": 16, "SPAN": 512, "ROWS": 32}
-            done.append(report(f"decode attention {word} D{width}", attention_decode._split, pointers if plain else fp4,
-                               constants, 32 * 2 * width, num_warps=1, num_stages=3))  # fmt: skip
+            for alone in (False, True):
+                constants = shared | {"COLUMNS": 8, "PAGE": 16, "SPAN": 512, "ROWS": 32, "ALONE": alone, "SINKS": alone}
+                done.append(report(f"decode attention {word} D{width}{' alone' * alone}", attention_decode._split,
+                                   pointers if plain else fp4, constants, 32 * 2 * width, num_warps=1,
+                                   num_stages=3))  # fmt: skip
             constants = shared | {"QUERIES": 128, "COLUMNS": 64, "SINKS": False}
             kinds = pointers if plain else fp4
             done.append(report(f"prefill attention {word} D{width}", attention_prefill._prefill, kinds, constants,

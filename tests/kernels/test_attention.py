@@ -155,6 +155,27 @@ def test_windows_and_sinks(window, device):
     assert (found.cpu().double() - expected).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", None])
+@pytest.mark.parametrize("with_sinks, window", [(False, None), (True, None), (True, 9)])
+def test_one_split_is_finished_where_it_is_made(name, with_sinks, window, device, monkeypatch):
+    """Tables of one split need no second kernel, and a sequence is the same bits beside longer ones."""
+    from tracefp4.kernels import attention_decode
+
+    kv, table, _, _, _ = filled(name, device, tokens=40, heads=1, width=64)
+    q = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
+    sinks = torch.linspace(-2, 2, 8).bfloat16().to(device) if with_sinks else None
+    pages, lengths = table[:2].expand(2, -1).contiguous().to(device), torch.tensor([20, 32], device=device)
+    options = {"span": 32, "rows": 16} if device.type == "cpu" else {"span": 32}
+    launches = []
+    own = attention_decode._combine.run
+    monkeypatch.setattr(attention_decode._combine, "run", lambda *a, **k: launches.append(1) or own(*a, **k))
+    short = attention_decode.decode_attention(q, kv, pages, lengths, 0.125, window, sinks, **options)
+    assert not launches
+    wide = torch.cat([pages, pages], 1)  # room for a second split, which nobody has
+    long = attention_decode.decode_attention(q, kv, wide, lengths, 0.125, window, sinks, **options)
+    assert launches and torch.equal(short, long)
+
+
 def test_a_sequence_does_not_depend_on_its_batch(device):
     from tracefp4.kernels.attention_decode import decode_attention
 

@@ -11,7 +11,8 @@ short::
 A multiprocessor holds sixteen such programs, which never wait for each other: while one waits for memory or for its
 tensor core, the others widen. (With four warps a program, the barriers between the warps took two thirds of the time.)
 A second kernel adds the splits of a head up in their order. The length of a split does not depend on the batch, and no
-atomic addition is involved, so a sequence's result is the same bits in every batch.
+atomic addition is involved, so a sequence's result is the same bits in every batch. Where block tables have room for one
+split alone, its program writes the finished result, with the same roundings as the sum of a split and nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.elements import LOG2E, narrow, product
+from tracefp4.kernels.elements import LOG2E, narrow, product, rounded_product
 from tracefp4.kernels.words import NVFP4_SHIFT, chunk_scales, operands
 
 
@@ -106,10 +107,11 @@ def _tiles(
 
 @triton.jit(do_not_specialize=["splits"])
 def _split(
-    q_ptr, codes_ptr, scales_ptr, pages_ptr, lengths_ptr, part_ptr, top_ptr, sum_ptr,
-    pages_stride, code_stride, scale_stride, factor, window, splits,
+    q_ptr, codes_ptr, scales_ptr, pages_ptr, lengths_ptr, part_ptr, top_ptr, sum_ptr, sinks_ptr, out_ptr,
+    pages_stride, code_stride, scale_stride, factor, window, splits, shift,
     HEADS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr,
+    ALONE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = 4 if FP4 else D // 64
     b, h = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
@@ -149,14 +151,27 @@ def _split(
         for index in tl.static_range(TILES):
             added = added + (product(v[index], weight, out[index] * keep[None, :]),)
         out = added
-    place = (head + group) * splits + tl.program_id(1)
-    tl.store(top_ptr + place, top, mask=live)
-    tl.store(sum_ptr + place, tl.sum(total, axis=0), mask=live)
-    if start < stop:
+    sums = tl.sum(total, axis=0)
+    mask = tl.broadcast_to(live[None, :], (D // TILES, COLUMNS))
+    if ALONE:
+        # What _combine does with a single split, to the last bit.
+        if SINKS:
+            sink = tl.load(sinks_ptr + h * GROUP + group, mask=live, other=0.0).to(tl.float32) * LOG2E
+            higher = tl.maximum(sink, top)
+            add = tl.exp2(top - higher)
+            sums = tl.exp2(sink - higher) + rounded_product(sums, add)
         for index in tl.static_range(TILES):
-            row = _tile(index, D, FP4)
-            mask = tl.broadcast_to(live[None, :], (D // TILES, COLUMNS))
-            tl.store(part_ptr + place[None, :] * D + row[:, None], out[index], mask=mask)
+            value = out[index] * add[None, :] if SINKS else out[index]
+            at = out_ptr + (head + group)[None, :] * D + _tile(index, D, FP4)[:, None]
+            tl.store(at, narrow(value * shift / sums[None, :], out_ptr.dtype.element_ty), mask=mask)
+    else:
+        place = (head + group) * splits + tl.program_id(1)
+        tl.store(top_ptr + place, top, mask=live)
+        tl.store(sum_ptr + place, sums, mask=live)
+        if start < stop:
+            for index in tl.static_range(TILES):
+                row = _tile(index, D, FP4)
+                tl.store(part_ptr + place[None, :] * D + row[:, None], out[index], mask=mask)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -187,7 +202,7 @@ def _combine(
             higher = tl.where(live, tl.maximum(top, here), top)
             keep = tl.where(live, tl.exp2(top - higher), 1.0)
             add = tl.where(live, tl.exp2(here - higher), 0.0)
-            total = total * keep + sums[i] * add
+            total = total * keep + rounded_product(sums[i], add)
             out = out * keep + parts[i] * add
             top = higher
     tl.store(out_ptr + row * D + column, narrow(out * shift / total, out_ptr.dtype.element_ty))
@@ -233,21 +248,26 @@ def decode_attention(
     batch, heads, width = q.shape
     q, group = q.contiguous(), heads // kv.heads
     splits = triton.cdiv(pages.shape[1] * kv.page, span)
-    part = torch.empty(batch, heads, splits, width, dtype=torch.float32, device=q.device)
-    top, total = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=q.device)
-    out = torch.empty_like(q)
+    out, alone = torch.empty_like(q), splits == 1
+    part = top = total = out
+    if not alone:
+        part = torch.empty(batch, heads, splits, width, dtype=torch.float32, device=q.device)
+        top, total = torch.empty(2, batch, heads, splits, dtype=torch.float32, device=q.device)
+    added = out if sinks is None else sinks
     fp4 = kv.scales is not None
     stages = stages or (5 if fp4 else 3)
     scales = kv.scales if kv.scales is not None else kv.codes
     _split[(batch * kv.heads, splits)](
-        q, kv.codes, scales, pages, lengths, part, top, total,
+        q, kv.codes, scales, pages, lengths, part, top, total, added, out,
         pages.stride(0), kv.codes.stride(0), scales.stride(0), scaling * LOG2E.value * kv.shift, window or 2**30,
-        splits,
+        splits, kv.shift,
         HEADS=kv.heads, GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group)), D=width, PAGE=kv.page, SPAN=span,
-        ROWS=rows, FP4=fp4, MX=kv.mx, BLOCK=kv.block, num_warps=warps, num_stages=stages,
+        ROWS=rows, FP4=fp4, MX=kv.mx, BLOCK=kv.block, ALONE=alone, SINKS=alone and sinks is not None,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    _combine[(batch * heads,)](
-        part, top, total, top if sinks is None else sinks, out, splits, heads, kv.shift,
-        D=width, SINKS=sinks is not None, TOGETHER=8, num_warps=max(1, width // 64),
-    )  # fmt: skip
+    if not alone:
+        _combine[(batch * heads,)](
+            part, top, total, added, out, splits, heads, kv.shift,
+            D=width, SINKS=sinks is not None, TOGETHER=8, num_warps=max(1, width // 64),
+        )  # fmt: skip
     return out

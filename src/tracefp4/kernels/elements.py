@@ -123,6 +123,15 @@ def product(a, b, acc):
 
 
 @triton.jit
+def rounded_product(a, b):
+    """``a b`` float32, rounded before it is added to anything: a compiler may not make one operation of both."""
+    if INTERPRETED:
+        return a * b
+    else:
+        return libdevice.mul_rn(a, b)
+
+
+@triton.jit
 def log1p(x):
     """``log(1 + x)`` for float32 ``x > -1``; the interpreter knows plain logarithms alone."""
     if INTERPRETED:
