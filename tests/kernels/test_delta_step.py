@@ -28,7 +28,8 @@ def test_tokens_of_the_engine_without_kernels(family, state_dtype, device, monke
         own = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, own=own, name=name: calls.append(name) or own(*args))
     found = generate()
-    assert calls[:2] == ["convolve", "step"] and calls.count("step") >= 3
+    # Once a step; a step that is replayed from a graph calls nothing.
+    assert calls and calls == ["convolve", "step"] * (len(calls) // 2)
     calls.clear()
     monkeypatch.setenv("TRACEFP4_KERNELS", "reference")
     expected = generate()
