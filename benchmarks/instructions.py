@@ -60,8 +60,8 @@ def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **op
         else:
             signature[name] = "fp32" if name in ("factor", "shift", "eps") else "i32"
     plain = {"factor", "shift", "eps", "steps", "parts", "tokens", "length", "window", "splits", "blocks", "vectors",
-             "queries", "context", "pairs", "count", "x_groups", "per_global", "first_head", "heads",
-             "experts"}  # fmt: skip
+             "queries", "context", "record_start", "record_size", "pairs", "count", "x_groups", "per_global",
+             "first_head", "heads", "experts"}  # fmt: skip
     divisible = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in {*constants, *plain}
     }
@@ -123,7 +123,7 @@ BYTES = "*u8"
 SMALL = {
     "codes_ptr": BYTES, "packed_ptr": BYTES, "scales_ptr": BYTES, "planes_ptr": BYTES, "recorded_ptr": BYTES,
     "global_ptr": "*fp32", "new_global_ptr": "*fp32", "rows_ptr": "*i64", "valid_ptr": "*i1", "low_ptr": BYTES,
-    "decode_ptr": "*fp32",
+    "decode_ptr": "*fp32", "record_ptr": BYTES, "slots_ptr": "*i64", "tickets_ptr": "*i32",
 }  # fmt: skip
 
 
@@ -141,13 +141,16 @@ def rounding() -> list[bool]:
             "PACKED": False,
             "OPERAND": True,
             "VALUES": False,
+            "VECTORS": 0,
         }
-        for bits in (0, 1):
-            done.append(report(f"quantize {name} r{bits}", quantize._quantize, SMALL, shared | wanted | {"BITS": bits},
+        for bits, vectors in ((0, 0), (1, 0), (1, 1)):
+            constants = shared | wanted | {"BITS": bits, "VECTORS": vectors}
+            done.append(report(f"quantize {name} r{bits}{' in place' * vectors}", quantize._quantize, SMALL, constants,
                                2048, num_warps=2, enable_fp_fusion=False))  # fmt: skip
         gated = shared | wanted | {"TILE": 1024 // n.block, "GATED": True, "DECODE": n.scope == "token", "BITS": 0}
-        done.append(report(f"gate and quantize {name}", quantize._quantize, SMALL, gated, 1024, num_warps=1,
-                           enable_fp_fusion=False))  # fmt: skip
+        for more in ({}, {"BITS": 1, "VECTORS": 8}):
+            done.append(report(f"gate and quantize {name}{' r1 in place' * bool(more)}", quantize._quantize, SMALL,
+                               gated | more, 1024, num_warps=1, enable_fp_fusion=False))  # fmt: skip
         for bits, scale_bits, partial in ((1, 8, False), (1, 3, True), (4, 8, False)):
             follow = {"GATED": False, "ORDERED": partial, "PARTIAL": partial, "SCALE_BITS": scale_bits, "BITS": bits,
                       "CODES": False,

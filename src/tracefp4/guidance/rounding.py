@@ -20,6 +20,7 @@ from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.packed import Packed
 from tracefp4.guidance.codec import pack_bits
 from tracefp4.guidance.record import SiteRecord
+from tracefp4.kernels.place import Place
 from tracefp4.quantizers.nearest import quantize_nearest
 
 
@@ -32,7 +33,7 @@ class Rounding:
     values: Tensor | None
     """``(R, D)``: dequantized, rounded once."""
     planes: Tensor | None
-    """uint8 ``(R, bits D / 8)``."""
+    """uint8 ``(R, bits D / 8)``; ``None`` where none were wanted, or they were written where they are kept."""
     scales: Tensor
     """uint8 ``(R, D / B)``."""
     global_scale: Tensor | None
@@ -66,19 +67,26 @@ class Rounding:
 
 
 def round_nearest(
-    x: Tensor, numerics: Numerics, bits: int = 0, *, pack: bool = False, values: torch.dtype | None = None
+    x: Tensor,
+    numerics: Numerics,
+    bits: int = 0,
+    *,
+    pack: bool = False,
+    values: torch.dtype | None = None,
+    place: Place | None = None,
 ) -> Rounding:
     """Quantize ``x (R, D)`` to nearest, for a product, keeping ``bits`` low bits of each code (0: none).
 
     With ``pack`` the codes are returned too, two a byte. With ``values`` dequantized values in that dtype stand in the
-    place of operands.
+    place of operands. A kernel writes what is kept to ``place`` if there is one, and returns no planes then.
     """
     if has_kernel(x, numerics):
         from tracefp4.kernels.quantize import quantize
 
         out = quantize(
-            x.detach(), rules(numerics), operand=values is None, values=values, packed=pack, bits=bits, decode=True
-        )
+            x.detach(), rules(numerics), operand=values is None, values=values, packed=pack, bits=bits, decode=True,
+            place=place,
+        )  # fmt: skip
         packed = None if out.packed is None else Packed(out.packed, out.scales, numerics)
         return Rounding(out.operand, out.values, out.planes, out.scales, out.global_scale, numerics, out.decode, packed)
     q = quantize_nearest(x, numerics)
@@ -88,7 +96,9 @@ def round_nearest(
     return found
 
 
-def round_gated(x: Tensor, numerics: Numerics, bits: int = 0, *, pack: bool = False) -> Rounding | None:
+def round_gated(
+    x: Tensor, numerics: Numerics, bits: int = 0, *, pack: bool = False, place: Place | None = None
+) -> Rounding | None:
     """:func:`round_nearest` of ``silu(gate) * up`` for ``x (R, 2 D)``, gate before up, in the same pass.
 
     ``None`` where there is no kernel for it. The gate is rounded as the eager code rounds it, so codes are the same.
@@ -97,7 +107,9 @@ def round_gated(x: Tensor, numerics: Numerics, bits: int = 0, *, pack: bool = Fa
         return None
     from tracefp4.kernels.quantize import quantize
 
-    out = quantize(x.detach(), rules(numerics), gated=True, operand=True, packed=pack, bits=bits, decode=True)
+    out = quantize(
+        x.detach(), rules(numerics), gated=True, operand=True, packed=pack, bits=bits, decode=True, place=place
+    )
     packed = None if out.packed is None else Packed(out.packed, out.scales, numerics)
     return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode, packed)
 

@@ -11,8 +11,8 @@ short::
 A multiprocessor holds sixteen such programs, which never wait for each other: while one waits for memory or for its
 tensor core, the others widen. (With four warps a program, the barriers between the warps took two thirds of the time.)
 A second kernel adds the splits of a head up in their order. The length of a split does not depend on the batch, and no
-atomic addition is involved, so a sequence's result is the same bits in every batch. Where block tables have room for one
-split alone, its program writes the finished result, with the same roundings as the sum of a split and nothing else.
+atomic addition is involved, so a sequence's result is the same bits in every batch. Where block tables have room for
+one split alone, its program writes the finished result, with the same roundings as the sum of that split alone.
 """
 
 from __future__ import annotations

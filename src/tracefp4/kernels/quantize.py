@@ -6,6 +6,7 @@ maxima, the row's global scale, scale bytes and codes, and writes what was asked
     codes     one a byte              scales    one byte a block          operand  ``code x block scale``, bfloat16
     packed    two a byte              global    one float32 a row         values   operand x global scale, any dtype
     planes    the low bits of each code, as :mod:`tracefp4.guidance.codec` stores them
+    a record  planes, scale bytes, global scale and a ticket side by side, in the row of the token's slot
 
 The equal but eager code reads and writes the tensor a dozen times. Where many rows share a global scale, one pass more
 finds it first (:func:`global_scales`).
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from tracefp4.kernels.elements import magnitude, narrow, nearest, widen
 from tracefp4.kernels.gate import silu_product
+from tracefp4.kernels.place import Place
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import (
     block_amax,
@@ -46,17 +48,20 @@ _FEW = 528
 """Programs up to which a GPU of 132 multiprocessors has less than one for each of its schedulers."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["record_start", "record_size"])
 def _quantize(
     x_ptr, global_ptr, codes_ptr, packed_ptr, scales_ptr, new_global_ptr, operand_ptr, values_ptr, planes_ptr,
-    decode_ptr, width, x_stride, x_groups, x_group_stride, per_global,
+    decode_ptr, record_ptr, slots_ptr, tickets_ptr,
+    width, x_stride, x_groups, x_group_stride, per_global, record_stride, record_start, record_size,
     TILE: tl.constexpr, GATED: tl.constexpr, GIVEN: tl.constexpr, DECODE: tl.constexpr,
     CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr, BITS: tl.constexpr,
+    VECTORS: tl.constexpr,
     BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
     QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
     CONSTANT: tl.constexpr,
 ):  # fmt: skip
+    """``VECTORS``: those of a token, if outcomes are recorded in rows; 0 if not, and planes are a tensor."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
     lane = tl.arange(0, BLOCK)
@@ -92,8 +97,39 @@ def _quantize(
     write(
         code, scale, decode, row, block, width,
         codes_ptr, packed_ptr, operand_ptr, values_ptr, planes_ptr,
-        TILE, CODES, PACKED, OPERAND, VALUES, BITS, BLOCK, E8M0,
+        TILE, CODES, PACKED, OPERAND, VALUES, 0 if VECTORS else BITS, BLOCK, E8M0,
     )  # fmt: skip
+    if VECTORS:
+        slot = tl.load(slots_ptr + row // VECTORS).to(tl.int64)
+        at = record_ptr + slot * record_stride + record_start + (row % VECTORS) * record_size
+        _store_planes(code, at, block, width, TILE, BITS, BLOCK)
+        at += BITS * width // 8
+        tl.store(at + block, scale.to(tl.uint8), mask=inside)
+        if tl.program_id(1) == 0:
+            at += blocks
+            if SCOPE == "token":
+                _store_word(at, g.to(tl.int32, bitcast=True))
+                at += 4
+            _store_word(at, tl.load(tickets_ptr + row // VECTORS))
+
+
+@triton.jit
+def _store_word(at, word):
+    """The four bytes of an int32, lowest first, where it need not be aligned."""
+    byte = tl.arange(0, 4)
+    tl.store(at + byte, ((word >> (8 * byte)) & 255).to(tl.uint8))
+
+
+@triton.jit
+def _store_planes(code, at, block, width, TILE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The bit planes of a tile of a vector whose planes begin at ``at``."""
+    eights = tl.reshape(code, (TILE, BLOCK // 8, 8))
+    byte = block[:, None] * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
+    inside = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK // 8))
+    shift = tl.arange(0, 8)[None, None, :]
+    for bit in tl.static_range(BITS):
+        plane = tl.sum(((eights >> bit) & 1) << shift, axis=2)
+        tl.store(at + bit * (width // 8) + byte, plane.to(tl.uint8), mask=inside)
 
 
 @triton.jit
@@ -121,14 +157,7 @@ def write(
             value = product * decode
             tl.store(values_ptr + row * width + column, narrow(value, values_ptr.dtype.element_ty), mask=mask)
     if BITS:
-        eights = tl.reshape(code, (TILE, BLOCK // 8, 8))
-        byte = block[:, None] * (BLOCK // 8) + tl.arange(0, BLOCK // 8)[None, :]
-        inside = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK // 8))
-        shift = tl.arange(0, 8)[None, None, :]
-        for bit in tl.static_range(BITS):
-            plane = tl.sum(((eights >> bit) & 1) << shift, axis=2)
-            at = planes_ptr + row * (BITS * width // 8) + bit * (width // 8) + byte
-            tl.store(at, plane.to(tl.uint8), mask=inside)
+        _store_planes(code, planes_ptr + row * (BITS * width // 8), block, width, TILE, BITS, BLOCK)
 
 
 @triton.jit
@@ -218,6 +247,7 @@ def quantize(
     values: torch.dtype | None = None,
     bits: int = 0,
     decode: bool = False,
+    place: Place | None = None,
 ) -> Fused:
     """Quantize ``x (..., D)`` in one pass.
 
@@ -233,13 +263,14 @@ def quantize(
         values: write dequantized values in this dtype.
         bits: write this many bit planes, 0 for none.
         decode: write the global decode scale of each row. Only under scope ``token``.
+        place: where planes, scales, global scales and tickets are recorded, and bit planes nowhere else.
     """
     width, lead = x.shape[-1], x.shape[:-1]
     x, stride, groups, group_stride = _rows(x)
     rows = x.numel() // width
     if gated:
         width //= 2
-    out = allocate(x, lead, width, rules, codes, packed, operand, values, bits)
+    out = allocate(x, lead, width, rules, codes, packed, operand, values, 0 if place else bits)
     given = global_scale is not None and rules.scope in ("token", "tensor")
     if given or rules.scope != "token":
         out.global_scale = global_scale
@@ -254,9 +285,11 @@ def quantize(
     _quantize[grid](
         x, *(given_or(t, none) for t in (global_scale, out.codes, out.packed)), out.scales,
         *(given_or(t, none) for t in (out.global_scale, out.operand, out.values, out.planes, out.decode)),
+        *((none, none, none) if place is None else (place.rows, place.slots, place.tickets)),
         width, stride, groups, group_stride, per_global,
+        *((0, 0, 0) if place is None else (place.rows.stride(0), place.start, place.size)),
         TILE=tile, GATED=gated, GIVEN=given, DECODE=out.decode is not None, CODES=codes, PACKED=packed,
-        OPERAND=operand, VALUES=values is not None, BITS=bits,
+        OPERAND=operand, VALUES=values is not None, BITS=bits, VECTORS=0 if place is None else place.vectors,
         **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1] <= _FEW), enable_fp_fusion=False,
     )  # fmt: skip
     return out

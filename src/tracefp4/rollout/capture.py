@@ -10,7 +10,8 @@ in a site vector after vector::
 
     [ bit planes: bits * width / 8 | block scales: width / block, whole bytes | global scale: 4 | ticket: 4 ]
 
-so that one scatter writes an outcome, one gather reads all sites, and one view shows all sites of a run. The *ticket*
+so that the kernel that quantizes writes an outcome where it belongs (elsewhere one scatter does), one gather reads all
+sites, and one view shows all sites of a run. The *ticket*
 (:mod:`tracefp4.rollout.request`) says who wrote the row; a row that bears another ticket was never recorded and is
 marked invalid. Scales are whole here even if the plan sends three bits of them: their checksum is taken over the whole
 bytes.
@@ -27,6 +28,7 @@ from tracefp4.core import KV_KINDS, Site, SiteShape, route_dtype
 from tracefp4.errors import EngineError
 from tracefp4.guidance.layout import table_of
 from tracefp4.guidance.rounding import Rounding
+from tracefp4.kernels.place import Place
 from tracefp4.models.layout import ModelLayout
 
 _TICKET = 4
@@ -117,6 +119,19 @@ class Capture:
     def bits_of(self, site: Site) -> int:
         """Bits of each code that are recorded at ``site``; 0 if the plan leaves it out."""
         return self.bits if site in self._columns else 0
+
+    def place(self, site: Site, slots: Tensor, tickets: Tensor) -> Place | None:
+        """Where a kernel records what :meth:`write` would; ``None`` if the plan leaves the site out.
+
+        Args:
+            site: which.
+            slots: ``(T,)`` int64 slot of each token.
+            tickets: ``(T,)`` int32 ticket of each token.
+        """
+        column = self._columns.get(site)
+        if column is None:
+            return None
+        return Place(self._rows, column.start, column.vector, column.shape.vectors, slots, tickets)
 
     def write(self, site: Site, q: Rounding, slots: Tensor, tickets: Tensor, pairs: Tensor | None) -> None:
         """Record an outcome; nothing happens if the plan leaves the site out.

@@ -28,6 +28,7 @@ from tracefp4.core import Kind, Site
 from tracefp4.errors import EngineError
 from tracefp4.formats.spec import Spec
 from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest
+from tracefp4.kernels.place import Place
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.operands import OperandCache
@@ -91,16 +92,22 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
         expected = 2 * len(self.layout.moe_layers)
         return expected > 0 and len(self.kernel_weights) == expected
 
-    def here(self, what: str) -> Batch:
-        """Count a call and return the batch in flight.
+    @property
+    def running(self) -> Batch:
+        """The batch in flight.
 
         Raises:
             EngineError: the model was called from outside of the engine.
         """
         if self.batch is None:
             raise EngineError("the engine's model was called from outside of the engine; give the engine its own copy")
-        self._calls[what] += 1
         return self.batch
+
+    def here(self, what: str) -> Batch:
+        """Count a call and return the batch in flight."""
+        batch = self.running
+        self._calls[what] += 1
+        return batch
 
     def check_calls(self, *, decode: bool = False) -> None:
         """After a forward pass: every site was reached exactly once.
@@ -158,10 +165,13 @@ class _Experts:
         numerics = self.owner.spec.for_kind(Kind.EXPERTS_MID)
         if numerics is None or self.owner.residual:
             return None
-        q = round_gated(gate_up, numerics, self.owner.capture.bits_of(Site(self.layer, Kind.EXPERTS_MID)))
+        site, batch = Site(self.layer, Kind.EXPERTS_MID), self.owner.running
+        place = self._place(site, batch)
+        q = round_gated(gate_up, numerics, self.owner.capture.bits_of(site), place=place)
         if q is None:
             return None
-        return self._recorded(Kind.EXPERTS_MID, q, self.owner.here(f"{self.layer}.middle"), None)
+        self.owner.here(f"{self.layer}.middle")
+        return self._recorded(site, q, batch, None)
 
     def _weight(self, module: nn.Module, projection: str) -> Operand:
         weight = getattr(module, projection)
@@ -187,16 +197,22 @@ class _Experts:
         numerics = self.owner.spec.for_kind(kind)
         if numerics is None:
             return Operand(x, None)
-        bits, residual = self.owner.capture.bits_of(Site(self.layer, kind)), self.owner.residual
+        site, residual = Site(self.layer, kind), self.owner.residual
+        bits = self.owner.capture.bits_of(site)
         if residual:
             codes = quantize_nearest(x, numerics)
             q = Rounding.of(codes, bits, compensated(x, codes, residual))
         else:
-            q = round_nearest(x, numerics, bits)
-        return self._recorded(kind, q, batch, pairs)
+            q = round_nearest(x, numerics, bits, place=None if pairs is not None else self._place(site, batch))
+        return self._recorded(site, q, batch, pairs)
 
-    def _recorded(self, kind: Kind, q: Rounding, batch: Batch, pairs: Tensor | None) -> Operand:
-        self.owner.capture.write(Site(self.layer, kind), q, batch.slots, batch.tickets, pairs)
+    def _place(self, site: Site, batch: Batch) -> Place | None:
+        """Where a kernel that quantizes this site records what it finds."""
+        return self.owner.capture.place(site, batch.slots, batch.tickets)
+
+    def _recorded(self, site: Site, q: Rounding, batch: Batch, pairs: Tensor | None) -> Operand:
+        if q.planes is not None:  # no kernel has put them into their place
+            self.owner.capture.write(site, q, batch.slots, batch.tickets, pairs)
         return Operand(q.factor(), q.decode_scale())
 
 

@@ -201,10 +201,12 @@ class Recorder:
         numerics = self.spec.for_kind(site.kind)
         if numerics is None:
             return Operand(x, None)
-        q = round_nearest(x, numerics, self.step.bits_of(site))
         # Also when no pass was announced: a CUDA graph is captured without one, and rows are only kept by keep().
         lines, stamps = self._batch(x.shape[0] if pairs is None else x.shape[0] // self.layout.top_k)
-        self.step.write(site, q, lines, stamps, pairs)
+        place = self.step.place(site, lines, stamps) if pairs is None else None
+        q = round_nearest(x, numerics, self.step.bits_of(site), place=place)
+        if q.planes is not None:  # no kernel has put them into their place
+            self.step.write(site, q, lines, stamps, pairs)
         self._count(str(site))
         return Operand(q.factor(), q.decode_scale())
 
