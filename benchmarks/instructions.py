@@ -168,10 +168,13 @@ def rounding() -> list[bool]:
         for word, kernel in (("pack", planes._pack), ("unpack", planes._unpack)):
             done.append(report(f"{word} r{bits}", kernel, SMALL, {"BITS": bits, "TILE": 512}, 4096, num_warps=4))
     for name in ("sglang-kv-nvfp4", "mxfp4-ceil"):
-        constants = {"HEADS": 4, "D": 128, "ROPE": False, "FP4": True, **rules(get_numerics(name)).constants()}
-        pointers = {"slots_ptr": "*i64", "codes_ptr": "*i16", "scales_ptr": BYTES}
-        done.append(report(f"append {name}", kv_append._append, pointers, constants, 128, num_warps=1,
-                           enable_fp_fusion=False))  # fmt: skip
+        for queries, norm_of in ((0, False), (32, False), (32, True)):
+            constants = {"HEADS": 4, "D": 128, "FP4": True, "QUERIES": queries, "ROWS": 4 if queries else 1,
+                         "NORM": norm_of, **rules(get_numerics(name)).constants()}  # fmt: skip
+            pointers = {"slots_ptr": "*i64", "codes_ptr": "*i16", "scales_ptr": BYTES}
+            words = " with queries" * bool(queries) + " and norms" * norm_of
+            done.append(report(f"append {name}{words}", kv_append._append, pointers, constants, 128, num_warps=1,
+                               enable_fp_fusion=False))  # fmt: skip
     return done
 
 

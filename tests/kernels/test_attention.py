@@ -91,22 +91,47 @@ def test_every_scale_byte_is_recoded(device, same):
     assert same(kv.scales[:127].cpu(), words.recode(data)[:, None].expand(-1, 8))
 
 
-def test_rope(device, same):
-    from tracefp4.kernels.kv_append import append, pool_tensors
+@pytest.mark.parametrize("name", ["nvfp4-te", None])
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("width, queries", [(64, 6), (128, 1)])
+def test_heads_are_normed_turned_and_stored_in_one_launch(name, normed, width, queries, device, same):
+    """From the columns of a joined product: the model's own roundings, and the bits of storing them alone."""
+    from tracefp4.kernels.kv_append import append, append_heads, pool_tensors
+    from tracefp4.models.norms import plain_norm
+    from tracefp4.models.rotary import turned
 
-    n, generator = numerics_of("nvfp4-te"), torch.Generator().manual_seed(1)
-    x = torch.randn(6, 2, 64, generator=generator).bfloat16()
-    angle = torch.rand(6, 32, generator=generator).repeat(1, 2) * 6
-    cos, sin = angle.cos().bfloat16(), angle.sin().bfloat16()
-    turned = torch.cat([-x[..., 32:], x[..., :32]], -1)
-    expected = blocks.quantize(x * cos[:, None] + turned * sin[:, None], n)
-    kv = pool_tensors(6, 2, 64, rules(n), device)
-    slots = torch.arange(6, device=device)
-    append(x.to(device), x.to(device), kv, rules(n), slots, (cos.to(device), sin.to(device)))
-    plain = blocks.quantize(x, n)
-    for part, q in enumerate((expected, plain)):  # V is not turned
-        found = kv.codes.unflatten(1, (2, 2, 16))[:, :, part].flatten(1).cpu()
-        assert same(found, words.to_words(q.codes).flatten(1))
+    made, generator = rules(numerics_of(name)) if name else None, torch.Generator().manual_seed(1)
+    x = torch.randn(6, queries + 4, width, generator=generator).bfloat16()
+    cos, sin = torch.randn(2, 6, width, generator=generator).bfloat16()
+    weights = torch.randn(2, width, generator=generator).bfloat16()
+    q, k, v = x.split((queries, 2, 2), dim=1)
+    parts = [plain_norm(part, w, 1e-6) if normed else part for part, w in zip((q, k), weights, strict=True)]
+    q_expected, k_expected = (turned(part, cos[:, None], sin[:, None]) for part in parts)
+    slots = torch.tensor([3, 0, 7, 1, 6, 2], device=device)
+    pools = [pool_tensors(8, 2, width, made, device) for _ in range(2)]
+    append(k_expected.to(device), v.to(device), pools[0], made, slots)
+    on = x.to(device)
+    found = append_heads(
+        *on.split((queries, 2, 2), dim=1), pools[1], made, slots, (cos.to(device), sin.to(device)),
+        (*weights.to(device), 1e-6) if normed else None,
+    )  # fmt: skip
+    assert same(found.cpu(), q_expected)
+    assert same(pools[1].codes, pools[0].codes)
+    assert name is None or same(pools[1].scales, pools[0].scales)
+
+
+def test_one_angle_turns_all_tokens(device, same):
+    from tracefp4.kernels.kv_append import append_heads, pool_tensors
+    from tracefp4.models.rotary import turned
+
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = torch.randn(3, 5, 2, 64, generator=generator).bfloat16()
+    cos, sin = torch.randn(2, 1, 64, generator=generator).bfloat16()
+    kv, slots = pool_tensors(5, 2, 64, None, device), torch.arange(5, device=device)
+    found = append_heads(
+        q.to(device), k.to(device), v.to(device), kv, None, slots, (cos.to(device), sin.to(device)), None
+    )
+    assert same(found.cpu(), turned(q, cos[:, None], sin[:, None]))
 
 
 def shapes():

@@ -97,6 +97,36 @@ def test_other_routers_run_their_own_code(device):
     assert not any("forward" in vars(router) for router in routers_of(engine))
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_compiled_steps_store_and_turn_heads_in_one_launch(family, device, monkeypatch):
+    """Norms, rotary embedding and storing: one launch a layer and step, with the roundings of the model's own code."""
+    from tracefp4.kernels import kv_append
+    from tracefp4.models.tiny import tiny_model
+
+    launches = []
+    for name in ("append", "append_heads"):
+        own = getattr(kv_append, name)
+        monkeypatch.setattr(kv_append, name, lambda *a, own=own, name=name: launches.append(name) or own(*a))
+
+    def generate(compiled):
+        torch._dynamo.reset()
+        sizes = {"head_dim": 64, "num_hidden_layers": 2, "seed": 3}
+        engine = EmbeddedEngine(
+            tiny_model(family, dtype=torch.bfloat16, **sizes), None, get_spec("bf16"), device=device, max_tokens=64,
+            page_size=4, max_batch=4, compile_decode=compiled, cuda_graphs=False,
+        )  # fmt: skip
+        launches.clear()
+        return engine.generate([Request("a", tuple(range(3, 9)), 2, SamplingParams(max_new_tokens=4, seed=1))])
+
+    expected = generate(False)
+    assert set(launches) == {"append"}
+    found = generate("eager")
+    assert launches == ["append"] * 2 + ["append_heads"] * 6  # a prefill, then three steps
+    for one, other in zip(expected, found, strict=True):
+        assert one.response_ids == other.response_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-2)
+
+
 @pytest.fixture
 def plain_rounding(device, monkeypatch):
     """Weights rounded by the plain code where kernels are interpreted: the same bytes, in less time."""

@@ -2,8 +2,12 @@
 
 A program takes one vector (one head's K or V of one token), rounds it to nearest under the pool's constant global
 scale, arranges its codes in words and writes words and scale bytes to the token's slot. Programs of K and of V share a
-launch. Optionally keys are rotated first (RoPE), with the roundings of the eager code: both products and their sum are
-rounded to the model's dtype.
+launch.
+
+A decode step has more to do before it may attend: queries and keys are normalised (in some models) and turned by the
+angles of their position (RoPE). :func:`append_heads` does that in the same launch, from the rows of a joined product,
+with the roundings of the eager code: after the norm and after its weight, both products of the rotation and their sum.
+Programs of queries take several heads and write what attention reads.
 """
 
 from __future__ import annotations
@@ -15,45 +19,91 @@ from torch import Tensor
 
 from tracefp4.kernels.attention_decode import PagedKV
 from tracefp4.kernels.elements import narrow, nearest, widen
+from tracefp4.kernels.norm import inverse_of, normalised
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import block_amax, block_scale, block_unit, global_forms, normalized
+from tracefp4.kernels.sizes import cdiv, next_power_of_2
 from tracefp4.kernels.words import from_code, recoded
 
 _PLAIN = Rules(16, True, "even", "keep", "floor", 0.0, 0, 0, "divide", "none", "amax", "encode", 1.0)
 """Any rules: those of a pool that rounds nothing."""
+_ROWS = 4
+"""Heads of queries that a program takes."""
+
+
+@triton.jit
+def _turned(
+    row_ptr, mask, cos_ptr, sin_ptr, weight_ptr, eps, ROWS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """Vectors of one token at ``row_ptr (ROWS,)``, normalised and turned, ``(ROWS, D)``."""
+    column = tl.arange(0, D)
+    low = column < D // 2
+    swapped = tl.where(low, column + D // 2, column - D // 2)
+    live = tl.broadcast_to(mask[:, None], (ROWS, D))
+    x = tl.load(row_ptr[:, None] + column[None, :], mask=live, other=0.0)
+    y = tl.load(row_ptr[:, None] + swapped[None, :], mask=live, other=0.0)
+    kind: tl.constexpr = x.dtype
+    if NORM:
+        wide = widen(x)
+        inverse = inverse_of(tl.sum(wide * wide, axis=1), D, eps)[:, None]
+        x = normalised(wide, inverse, tl.load(weight_ptr + column)[None, :], kind)
+        y = normalised(widen(y), inverse, tl.load(weight_ptr + swapped)[None, :], kind)
+    cos, sin = widen(tl.load(cos_ptr + column))[None, :], widen(tl.load(sin_ptr + column))[None, :]
+    other = tl.where(low[None, :], -widen(y), widen(y))
+    return narrow(widen(narrow(widen(x) * cos, kind)) + widen(narrow(other * sin, kind)), kind)
 
 
 @triton.jit
 def _append(
-    k_ptr, v_ptr, cos_ptr, sin_ptr, slots_ptr, codes_ptr, scales_ptr,
-    k_stride, k_head_stride, v_stride, v_head_stride, cos_stride, code_stride, scale_stride,
-    HEADS: tl.constexpr, D: tl.constexpr, ROPE: tl.constexpr, FP4: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, slots_ptr, codes_ptr, scales_ptr, out_ptr,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, turn_stride, code_stride, scale_stride,
+    eps, QUERIES: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr,
     BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
     QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
     CONSTANT: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0) % (2 * HEADS)
-    token, head, second = (tl.program_id(0) // (2 * HEADS)).to(tl.int64), place // 2, place % 2
-    block = tl.arange(0, D // BLOCK)
-    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    if second == 0:
-        source = k_ptr + token * k_stride + head * k_head_stride
-    else:
-        source = v_ptr + token * v_stride + head * v_head_stride
-    raw = tl.load(source + column)
-    if ROPE and second == 0:
-        half = column < D // 2
-        other = widen(tl.load(source + tl.where(half, column + D // 2, column - D // 2)))
-        turned = tl.where(half, -other, other)
-        cos = widen(tl.load(cos_ptr + token * cos_stride + column))
-        sin = widen(tl.load(sin_ptr + token * cos_stride + column))
-        kind = k_ptr.dtype.element_ty
-        left, right = narrow(widen(raw) * cos, kind), narrow(turned * sin, kind)
-        raw = narrow(widen(left) + widen(right), kind)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
+    """``QUERIES``: heads of queries, taken ``ROWS`` at a time; 0 if keys are stored as they are."""
+    each: tl.constexpr = 2 * HEADS + (QUERIES + ROWS - 1) // ROWS
+    place, token = tl.program_id(0) % each, (tl.program_id(0) // each).to(tl.int64)
+    cos_ptr += token * turn_stride
+    sin_ptr += token * turn_stride
+    if place < 2 * HEADS:
+        head, column = place // 2, tl.arange(0, D)
+        if place % 2 == 1:
+            raw = tl.load(v_ptr + token * v_stride + head * v_head_stride + column)
+        elif QUERIES:
+            row = k_ptr + token * k_stride + head * k_head_stride + tl.arange(0, 1)
+            whole = tl.arange(0, 1) == 0
+            raw = tl.reshape(_turned(row, whole, cos_ptr, sin_ptr, k_weight_ptr, eps, 1, D, NORM), (D,))
+        else:
+            raw = tl.load(k_ptr + token * k_stride + head * k_head_stride + column)
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        _store(
+            raw, codes_ptr + slot * code_stride, scales_ptr + slot * scale_stride, place, D, FP4, BLOCK, E8M0, TIES,
+            NEGATIVE_ZERO, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE, QUOTIENT, SCOPE, GLOBAL_FORM, CONSTANT,
+        )  # fmt: skip
+    elif QUERIES:
+        query = (place - 2 * HEADS) * ROWS + tl.arange(0, ROWS)
+        live = query < QUERIES
+        queries = q_ptr + token * q_stride + query * q_head_stride
+        turned = _turned(queries, live, cos_ptr, sin_ptr, q_weight_ptr, eps, ROWS, D, NORM)
+        at = out_ptr + (token * QUERIES + query)[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(at, turned, mask=tl.broadcast_to(live[:, None], (ROWS, D)))
+
+
+@triton.jit
+def _store(
+    raw, codes_ptr, scales_ptr, place, D: tl.constexpr, FP4: tl.constexpr, BLOCK: tl.constexpr, E8M0: tl.constexpr,
+    TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr,
+    FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr, QUOTIENT: tl.constexpr, SCOPE: tl.constexpr,
+    GLOBAL_FORM: tl.constexpr, CONSTANT: tl.constexpr,
+):  # fmt: skip
+    """Round a vector ``raw (D,)`` and store it as the ``place``-th of a slot."""
     if FP4:
-        x = widen(raw)
+        block = tl.arange(0, D // BLOCK)
+        x = widen(tl.reshape(raw, (D // BLOCK, BLOCK)))
         encode, decode = global_forms(1.0, SCOPE, GLOBAL_FORM, CONSTANT)
         scale = block_scale(block_amax(x), encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
         z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), QUOTIENT)
@@ -64,20 +114,13 @@ def _append(
         groups = tl.reshape(code, (D // 64, 4, 16))
         word = tl.sum(from_code(groups, tl.arange(0, 4)[None, :, None]), axis=1)
         at = tl.arange(0, D // 64)[:, None] * 16 + tl.arange(0, 16)[None, :]
-        tl.store(codes_ptr + slot * code_stride + place * (D // 4) + at, word.to(tl.int16))
-        tl.store(scales_ptr + slot * scale_stride + place * (D // BLOCK) + block, scale.to(tl.uint8))
+        tl.store(codes_ptr + place * (D // 4) + at, word.to(tl.int16))
+        tl.store(scales_ptr + place * (D // BLOCK) + block, scale.to(tl.uint8))
     else:
-        tl.store(codes_ptr + slot * code_stride + place * D + column, raw)
+        tl.store(codes_ptr + place * D + tl.arange(0, D), raw)
 
 
-def append(
-    k: Tensor,
-    v: Tensor,
-    kv: PagedKV,
-    rules: Rules | None,
-    slots: Tensor,
-    rope: tuple[Tensor, Tensor] | None = None,
-) -> None:
+def append(k: Tensor, v: Tensor, kv: PagedKV, rules: Rules | None, slots: Tensor) -> None:
     """Store ``k`` and ``v``, each ``(T, heads, D)``, of ``T`` tokens.
 
     Args:
@@ -86,20 +129,62 @@ def append(
         kv: the layer's pool; it stores them as they are if ``kv.scales`` is ``None``, in the pool's dtype.
         rules: of the pool, with a constant global scale or none; ``None`` if it stores plain values.
         slots: int64 ``(T,)``, each once.
-        rope: ``(cos, sin)``, each ``(T, D)`` in the dtype of ``k``: rotate halves of ``k`` first.
     """
+    _launch(k, k, v, kv, rules, slots, None, None, k)
+
+
+def append_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: PagedKV,
+    rules: Rules | None,
+    slots: Tensor,
+    turn: tuple[Tensor, Tensor],
+    norms: tuple[Tensor, Tensor, float] | None,
+) -> Tensor:
+    """:func:`append`, after queries and keys were normalised and turned.
+
+    Args:
+        q: ``(T, Hq, D)`` as it was projected, in the dtype of ``k``.
+        k: ``(T, heads, D)`` likewise.
+        v: ``(T, heads, D)``.
+        kv: see :func:`append`.
+        rules: see :func:`append`.
+        slots: see :func:`append`.
+        turn: cosines and sines of each token's angles, each ``(T, D)`` or ``(1, D)`` in the dtype of ``k``.
+        norms: weights ``(D,)`` of queries and keys in the dtype of ``k`` and the epsilon, of
+            :func:`tracefp4.kernels.norm.norm`; ``None`` for none.
+
+    Returns:
+        Queries ``(T, Hq, D)``, contiguous.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _launch(q, k, v, kv, rules, slots, turn, norms, out)
+    return out
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, rules: Rules | None, slots: Tensor,
+    turn: tuple[Tensor, Tensor] | None, norms: tuple[Tensor, Tensor, float] | None, out: Tensor,
+) -> None:  # fmt: skip
+    """Without ``turn`` there are no queries."""
     tokens, heads, width = k.shape
     if not tokens:
         return
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
-    cos, sin = rope if rope is not None else (k, k)
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
+    cos, sin = (k, k) if turn is None else (x.contiguous() for x in turn)
+    q_weight, k_weight, eps = (k, k, 0.0) if norms is None else norms
+    queries = 0 if turn is None else q.shape[1]
+    rows = min(_ROWS, next_power_of_2(max(queries, 1)))
     constants = (rules or _PLAIN).constants()
-    _append[(tokens * heads * 2,)](
-        k, v, cos, sin, slots, kv.codes, kv.codes if kv.scales is None else kv.scales,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), cos.stride(0), kv.codes.stride(0),
-        0 if kv.scales is None else kv.scales.stride(0),
-        HEADS=heads, D=width, ROPE=rope is not None, FP4=kv.scales is not None, **constants,
-        num_warps=1, enable_fp_fusion=False,
+    _append[(tokens * (2 * heads + cdiv(queries, rows)),)](
+        q, k, v, cos, sin, q_weight, k_weight, slots, kv.codes, kv.codes if kv.scales is None else kv.scales, out,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        0 if turn is None or cos.shape[0] == 1 else cos.stride(0), kv.codes.stride(0),
+        0 if kv.scales is None else kv.scales.stride(0), eps,
+        QUERIES=queries, ROWS=rows, NORM=norms is not None, HEADS=heads, D=width, FP4=kv.scales is not None,
+        **constants, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 

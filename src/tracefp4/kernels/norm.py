@@ -28,6 +28,18 @@ _PROGRAMS = 264
 
 
 @triton.jit
+def inverse_of(squares, width, eps):
+    """The factor of a row whose squares have this sum."""
+    return tl.rsqrt(squares / width + eps)
+
+
+@triton.jit
+def normalised(wide, inverse, weight, kind: tl.constexpr):
+    """Values ``wide`` float32 times a row's factor and the weight, rounded to ``kind`` after each."""
+    return narrow(widen(narrow(wide * inverse, kind)) * widen(weight), kind)
+
+
+@triton.jit
 def _norm(
     x_ptr, weight_ptr, out_ptr, inverse_ptr, rows, width, eps, ROWS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
@@ -38,10 +50,9 @@ def _norm(
     x = tl.load(x_ptr + at, mask=mask, other=0.0)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
     wide = widen(x)
-    inverse = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
+    inverse = inverse_of(tl.sum(wide * wide, axis=1), width, eps)
     tl.store(inverse_ptr + row, inverse, mask=row < rows)
-    normal = narrow(wide * inverse[:, None], x.dtype)
-    tl.store(out_ptr + at, narrow(widen(normal) * widen(weight)[None, :], x.dtype), mask=mask)
+    tl.store(out_ptr + at, normalised(wide, inverse[:, None], weight[None, :], x.dtype), mask=mask)
 
 
 @triton.jit

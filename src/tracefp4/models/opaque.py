@@ -68,6 +68,19 @@ def _(
     return query.new_empty(batch, queries, heads, value.shape[3])
 
 
+@torch.library.custom_op("tracefp4::attend_heads", mutates_args=())
+def attend_heads(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, module: int) -> Tensor:
+    """Attention of one layer from its projections; see :func:`tracefp4.models.heads.attend`."""
+    from tracefp4.models.heads import attend as attend_projected
+
+    return attend_projected(_module(module), query, key, value, cos, sin).contiguous()
+
+
+@attend_heads.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, module: int) -> Tensor:
+    return query.new_empty(query.shape)
+
+
 @torch.library.custom_op("tracefp4::experts", mutates_args=())
 def experts(hidden: Tensor, index: Tensor, weights: Tensor, module: int) -> Tensor:
     """Routed experts of one layer through their site object; see :func:`tracefp4.models.experts.experts_forward`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,35 @@ class AttentionSite(Protocol):
 
         Returns:
             ``(B, S, Hq, Dv)`` in the dtype of ``q``.
+        """
+        ...
+
+
+class Heads(NamedTuple):
+    """What an attention module does between its projections and its attention (:mod:`tracefp4.models.heads`)."""
+
+    queries: int
+    """Heads of queries."""
+    keys: int
+    """Heads of keys, and of values."""
+    width: int
+    """Values of a head."""
+    normed: bool
+    """Queries and keys are normalised, by ``q_norm`` and ``k_norm``."""
+    scaling: float
+    window: int | None
+
+
+class HeadsSite(AttentionSite, Protocol):
+    """An :class:`AttentionSite` that can take queries, keys and values as they were projected."""
+
+    def attend_heads(
+        self, module: nn.Module, heads: Heads, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor | None:
+        """Norms, rotary embedding and :meth:`attend`; arguments are those of :func:`tracefp4.models.heads.attend`.
+
+        Returns:
+            ``(B, S, Hq, Dv)``, or ``None`` where there is no kernel for it and nothing was done.
         """
         ...
 

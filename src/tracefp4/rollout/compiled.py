@@ -7,7 +7,8 @@ are (:mod:`tracefp4.models.opaque`): quantizing, recording, attention and expert
 
 Fused arithmetic rounds less often than the separate kernels of a trainer do: a norm and what follows it stay in float32
 registers. That is how serving engines compute, and one of the reasons why a rollout and its trainer differ. Products
-of one input, such as Q, K and V, become one (:mod:`tracefp4.rollout.projections`).
+of one input, such as Q, K and V, become one (:mod:`tracefp4.rollout.projections`), and norms and rotary embedding of
+queries and keys belong to the launch that stores K and V (:mod:`tracefp4.models.heads`), with a trainer's roundings.
 
 Where no kernel of ours samples, the sampler is compiled as well, on its own: as separate operations its random numbers
 would cross memory some twenty times, 64 bits for each token of the vocabulary and sequence. Its random bits are the
@@ -24,6 +25,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from tracefp4.models import heads
 from tracefp4.models.layout import ModelLayout
 from tracefp4.rollout.projections import join
 
@@ -48,7 +50,10 @@ def compile_layers(model: nn.Module, layout: ModelLayout, backend: str = "induct
     chosen = tuple(index for index in range(layout.num_layers) if index not in as_they_are)
     mixers = {**layout.attentions, **layout.deltas}
     for index in chosen:
-        join(model.get_submodule(mixers[index]))
+        mixer = model.get_submodule(mixers[index])
+        join(mixer)
+        if index in layout.attentions:
+            heads.hook(mixer)
         layers[index].compile(dynamic=True, backend=backend)
     return chosen
 

@@ -142,6 +142,25 @@ class KVPlane:
         self.scales[:, at.start // block : at.stop // block].index_copy_(0, slots, q.scales)
         return q
 
+    def write_heads(
+        self, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, turn: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor, float] | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Normalise and turn queries and keys, quantize and store keys and values, all in one launch.
+
+        Arguments are those of :func:`tracefp4.kernels.kv_append.append_heads`.
+
+        Returns:
+            Queries ``(T, Hq, D)``; ``None`` where there is no kernel for it, and nothing was stored.
+        """
+        kv, n = self.paged(1), self.format.numerics
+        given = (q, k, v, *turn, *(norms or ())[:2])
+        if kv is None or any(x.dtype is not self.format.dtype for x in given):
+            return None
+        from tracefp4.kernels.kv_append import append_heads
+
+        return append_heads(q, k, v, kv, None if n is None else rules(n), slots, turn, norms)
+
     def read(self, slots: Tensor) -> dict[Kind, Tensor]:
         """Gather and dequantize ``slots (...)``: ``(..., vectors, width)`` for every kind, in the format's dtype."""
         flat, n = slots.reshape(-1), self.format.numerics

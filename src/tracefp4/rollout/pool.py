@@ -190,6 +190,13 @@ class KVPool:
         """Quantize and store in decoder layer ``layer``; see :meth:`KVPlane.write`."""
         return self._planes[layer].write(slots, parts)
 
+    def write_heads(
+        self, layer: int, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, turn: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor, float] | None,
+    ) -> Tensor | None:  # fmt: skip
+        """Store in decoder layer ``layer`` what was projected, and return queries; see :meth:`KVPlane.write_heads`."""
+        return self._planes[layer].write_heads(slots, q, k, v, turn, norms)
+
     def read(self, layer: int, slots: Tensor) -> dict[Kind, Tensor]:
         """Gather and dequantize ``slots (...)``: ``(..., vectors, width)`` for every kind, in the pool's dtype."""
         return self._planes[layer].read(slots)

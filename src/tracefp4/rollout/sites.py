@@ -33,7 +33,7 @@ from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.operands import OperandCache
 from tracefp4.models.recurrence import convolve, delta_rule
-from tracefp4.models.sites import Choice, LayerSites, Operand
+from tracefp4.models.sites import Choice, Heads, LayerSites, Operand
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.quantizers.residual import compensated
 from tracefp4.rollout.attend import attend_decode, attend_prefill
@@ -265,6 +265,21 @@ class _Attention:
             kv, read = self.owner.pool.paged(self.layer, 1), partial(self._read, module)
             return attend_prefill(q, kv, read, batch.pieces, scaling=scaling, window=window, sinks=sinks)
         return self._decode(module, q, batch, scaling, window, sinks)
+
+    def attend_heads(
+        self, module: Any, heads: Heads, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor | None:
+        """:meth:`attend` of a decode step from projected rows, where a kernel stores them."""
+        batch = self.owner.running
+        if not isinstance(batch, DecodeBatch):
+            return None
+        norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon) if heads.normed else None
+        q, k, v = (x.squeeze(1).unflatten(1, (-1, heads.width)) for x in (q, k, v))
+        turned = self.owner.pool.write_heads(self.layer, batch.slots, q, k, v, (cos.squeeze(1), sin.squeeze(1)), norms)
+        if turned is None:
+            return None
+        self.owner.here(f"{self.layer}.attend")
+        return self._decode(module, turned.unsqueeze(2), batch, heads.scaling, heads.window, None)
 
     def _decode(
         self, module: nn.Module, q: Tensor, batch: DecodeBatch, scaling: float, window: int | None, sinks: Tensor | None
