@@ -50,6 +50,24 @@ def test_parts_of_the_vocabulary_are_put_together(device, monkeypatch):
     torch.testing.assert_close(logprobs, close, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", ["random", "rising", "falling", "level"])
+def test_no_token_is_passed_over_that_would_win(device, monkeypatch, order):
+    """Long parts, in which most blocks draw no noise: the plain code, which draws all of it, finds no better token."""
+    from tracefp4.kernels import sample as kernel
+
+    monkeypatch.setattr(kernel, "_PROGRAMS", 1)
+    drawn, rows = 12_000, 6
+    logits = torch.randn(rows, drawn, generator=torch.Generator().manual_seed(3))
+    if order in ("rising", "falling"):
+        logits = logits.sort(dim=-1, descending=order == "falling")[0]
+    if order == "level":
+        logits = torch.zeros_like(logits)
+    how = draw(device, [1.0, 0.5, 2.0, 0.0, 1.0, 1.0], len(order))
+    (tokens, logprobs), (same, close) = both(logits.to(device), how, monkeypatch)
+    assert torch.equal(tokens, same)
+    torch.testing.assert_close(logprobs, close, rtol=1e-5, atol=1e-5)
+
+
 def test_of_equal_logits_the_first_wins_greedily(device):
     logits = torch.zeros(1, 4000, device=device)
     logits[0, [1500, 17, 3900]] = 2.0

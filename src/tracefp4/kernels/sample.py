@@ -5,6 +5,12 @@ logits, of a small model as many bytes as all its layers. Here a program draws t
 in registers, keeps the best token and the running maximum and sum of the softmax, and writes five numbers; a second
 kernel puts the parts together.
 
+Two logarithms with all their bits would be most of the work, and few tokens need them. The noise of token ``i`` is
+``-log(-log(1 - u))``, at most ``-log u``, and the bits of a float are nearly its logarithm: with ``u`` at least
+``2^e (1 + m)``, ``m`` in [0, 1), ``-log2 u`` is at most ``-(e + m)``. So a block of tokens first finds this bound, in a
+few instructions from the upper half of the random bits, and draws its noise only if a token may beat the best so far.
+That is the first block, about every second of the next ones, and ever fewer.
+
 Noise and sums of logit and noise are the same float32 numbers as in the plain code, so the same token wins; of equal
 sums the smaller token id. The log-probability differs from it by the order of the additions in the softmax.
 """
@@ -19,10 +25,13 @@ from triton.language.extra import libdevice
 
 from tracefp4.kernels.elements import INTERPRETED, log1p
 
-_WIDTH = 1024
-"""Tokens that a program looks at at once."""
-_PROGRAMS = 1024
-"""Programs that a launch aims at: eight of four warps for each multiprocessor."""
+_WIDTH = 256
+"""Tokens that a program of one warp looks at at once."""
+_PROGRAMS = 2112
+"""Programs that a launch aims at: sixteen for each multiprocessor. More would have shorter parts, which draw more."""
+_LOG_2 = tl.constexpr(0.6931471805599453)
+_SLACK = tl.constexpr(0.001)
+"""Added to bounds, far more than all rounding on the way to them and to the noise."""
 
 
 @triton.jit
@@ -44,6 +53,14 @@ def _gumbel(key, token):
 
 
 @triton.jit
+def _bound(key, token):
+    """At least the Gumbel noise of token ids; 110 for those whose upper 32 random bits are zero."""
+    counter = (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    upper = (_mix(key + counter) >> 32).to(tl.uint32).to(tl.float32)  # 2^32 u, rounded down but for its last bit
+    return (159.0 - upper.to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07) * _LOG_2 + _SLACK
+
+
+@triton.jit
 def _draw(
     logits_ptr, stream_ptr, position_ptr, temperature_ptr, floats_ptr, best_ptr, vocabulary, span, parts,
     WIDTH: tl.constexpr,
@@ -51,33 +68,43 @@ def _draw(
     """One row and one part of the vocabulary."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
-    greedy = temperature == 0.0
-    divisor = tl.where(greedy, 1.0, temperature)
+    divisor = tl.where(temperature == 0.0, 1.0, temperature)
     stream = tl.load(stream_ptr + row).to(tl.uint64, bitcast=True)
     position = tl.load(position_ptr + row).to(tl.uint64, bitcast=True)
     key = _mix(stream + position * 0x9E3779B97F4A7C15)
     lane = tl.arange(0, WIDTH)
-    top = tl.full((WIDTH,), float("-inf"), tl.float32)
-    total = tl.zeros((WIDTH,), tl.float32)
+    # Eight neighbours lie in one thread: they share a running maximum.
+    top = tl.full((WIDTH // 8,), float("-inf"), tl.float32)
+    total = tl.zeros((WIDTH // 8,), tl.float32)
     best = tl.full((WIDTH,), float("-inf"), tl.float32)
     chosen = part * span + lane
+    winner = float("-inf")
     for first in range(part * span, tl.minimum(part * span + span, vocabulary), WIDTH):
         token = first + lane
         real = token < vocabulary
         logit = tl.load(logits_ptr + row * vocabulary + token, mask=real, other=float("-inf")).to(tl.float32)
-        scaled = tl.div_rn(logit, divisor + tl.zeros_like(logit))
-        higher = tl.maximum(top, scaled)
+        scaled = logit
+        if divisor != 1.0:
+            scaled = tl.div_rn(logit, divisor + tl.zeros_like(logit))
+        eights = tl.reshape(scaled, (WIDTH // 8, 8))
+        higher = tl.maximum(top, tl.max(eights, axis=1))
         # Nothing but minus infinity so far: the difference would be a NaN.
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(top - base) + tl.exp(scaled - base)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(eights - base[:, None]), axis=1)
         top = higher
-        sum_ = scaled + tl.where(greedy, 0.0, _gumbel(key, token))
-        better = real & (sum_ > best)
-        best = tl.where(better, sum_, best)
-        chosen = tl.where(better, token, chosen)
+        bound = scaled
+        if temperature != 0.0:
+            bound = scaled + _bound(key, token)
+        if tl.max(bound, axis=0) > winner:
+            sum_ = scaled
+            if temperature != 0.0:
+                sum_ = scaled + _gumbel(key, token)
+            better = real & (sum_ > best)
+            best = tl.where(better, sum_, best)
+            chosen = tl.where(better, token, chosen)
+            winner = tl.max(best, axis=0)
     highest = tl.max(top, axis=0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    winner = tl.max(best, axis=0)
     place = row * parts + part
     tl.store(floats_ptr + place * 3, highest)
     tl.store(floats_ptr + place * 3 + 1, tl.sum(total * tl.exp(top - base), axis=0))
@@ -136,7 +163,7 @@ def sample(logits: Tensor, stream: Tensor, position: Tensor, temperature: Tensor
     if rows:
         _draw[(rows, parts)](
             logits, stream.contiguous(), position.contiguous(), temperature.contiguous(), floats, best, vocabulary,
-            span, parts, WIDTH=_WIDTH, enable_fp_fusion=False,
+            span, parts, WIDTH=_WIDTH, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         _finish[(rows,)](
             logits, temperature.contiguous(), floats, best, token, logprob, vocabulary, parts,
