@@ -246,10 +246,11 @@ def products() -> list[bool]:
     for word, mx, block in (("nvfp4", False, 16), ("mxfp4", True, 32), ("bf16", False, 16)):
         plain = word == "bf16"
         kinds = pointers | ({} if plain else {"w_ptr": "*i16", "s_ptr": BYTES})
-        tiles = ((8, 128, 1, 4, 4), (16, 128, 1, 4, 4), (8, 16, 4, 1, 4)) if plain else (
+        tiles = ((8, 128, 1, 4, 4), (16, 128, 1, 4, 4), (8, 16, 4, 1, 4), (64, 64, 1, 4, 4)) if plain else (
             (8, 64, 1, 1, 3), (8, 64, 2, 1, 3), (8, 64, 4, 1, 2), (8, 32, 4, 1, 2), (8, 16, 4, 1, 4),
             (8, 128, 1, 1, 4), (8, 128, 1, 2, 4), (8, 256, 1, 4, 3), (16, 64, 1, 1, 3), (16, 128, 2, 4, 3),
-            (64, 128, 2, 4, 3))  # fmt: skip
+            (64, 128, 2, 4, 3), (64, 128, 1, 4, 3), (64, 64, 1, 4, 3), (64, 64, 2, 4, 3),
+            (128, 128, 1, 8, 3))  # fmt: skip
         for rows, columns, unroll, warps, stages in tiles:
             constants = {
                 "TOP_K": 8, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": True, "JOIN": warps % 4 == 0,

@@ -50,6 +50,20 @@ def test_sizes_of_the_35b_shape_have_its_states():
     assert part.token == whole.token / 5 and part.state == whole.state / 5
 
 
+def test_experts_of_a_skewed_draw():
+    from tracefp4.evaluation.bench_kernels import draw_experts
+
+    counts = []
+    for skew in (0.0, 1.0):
+        chosen = draw_experts(2000, 32, 4, skew, CPU)
+        assert all(len(row.unique()) == 4 for row in chosen[:50])
+        assert torch.equal(chosen, draw_experts(2000, 32, 4, skew, CPU))
+        counts.append(torch.bincount(chosen.flatten(), minlength=32).sort(descending=True)[0])
+    assert counts[0][0] < 1.3 * counts[0][-1]
+    # Without replacement, the first is in most tokens' four and the last in few.
+    assert counts[1][0] > 1200 and counts[1][0] > 8 * counts[1][-1]
+
+
 def test_a_step_reads_hit_experts_once_and_all_of_the_context():
     one = Sizes(dense=100, embedding=7, experts=800, num_experts=8, top_k=2, token=3, state=5)
     assert one.step(1, 10) == 100 + 800 * 2 / 8 + 30 + 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,8 +26,14 @@ def gpu_configs():
 
     single = [(columns, unroll, 1, stages) for columns in (16, 32, 64) for unroll in (1, 2, 4) for stages in (2, 3, 4)]
     several = [(16, 2, 1, 6), (64, 1, 1, 3, 80), (128, 1, 1, 4), (128, 1, 2, 3), (128, 1, 2, 4), (64, 1, 2, 4)]
-    groups = [(64, 2, 4, 4), (128, 1, 4, 4), (128, 2, 4, 3), (256, 1, 4, 3)]
+    groups = [(64, unroll, 4, stages) for unroll in (1, 2) for stages in (3, 4)]
+    groups += [(128, 1, 4, 3), (128, 1, 4, 4), (128, 2, 4, 3), (128, 1, 8, 3), (256, 1, 4, 3)]
     return [Config(*size) for size in (*single, *several, *groups)]
+
+
+def tile_heights(config):
+    """Rows of a tile; long ones belong to programs of several warps."""
+    return (8,) if not GPU else (8, 16, 32) if config.warps < 4 or config.columns > 128 else (8, 16, 32, 64, 128)
 
 
 def ids(tokens, top_k, experts, seed=0):
@@ -103,7 +110,7 @@ def test_grouped_linear(spec, per_token, device):
         packed.global_scale = None if packed.global_scale is None else packed.global_scale.to(device)
         kernel_weight = arrange(packed)
     for config in gpu_configs() if GPU else [Config(64, 1, 1, 2), Config(16, 2, 4, 2)]:
-        for rows in (8, 16, 32) if GPU else (8,):
+        for rows in tile_heights(config):
             found = grouped_linear(
                 values.to(device), None if x_scale is None else x_scale.to(device), kernel_weight,
                 route(chosen.to(device), experts, rows), per_token=per_token, bias=bias.to(device), config=config,
@@ -140,7 +147,7 @@ def test_no_tile_changes_a_bit(device, same):
     for arranged in (arrange(packed), ExpertWeight(weight.to(device), None, None, out, inner)):
         first = None
         for config in (Config(64, 1, 1, 2), *configs):
-            for rows in (8, 16, 32) if GPU else (8,):
+            for rows in tile_heights(config):
                 found = grouped_linear(
                     x, None, arranged, route(chosen, experts, rows), per_token=True, dtype=torch.float32, config=config
                 )
@@ -260,3 +267,18 @@ def test_routes_of_several_layers_are_those_of_each(tokens, device):
         counts = torch.bincount(experts[layer].reshape(-1), minlength=7)
         assert torch.equal(starts.diff(), counts)
         assert starts[0] == 0
+
+
+def test_few_experts_with_many_tokens_get_narrower_programs():
+    """128 tokens for each of eight experts: the second product of SmolLM2-MoE has columns for 72 wide programs."""
+    from tracefp4.kernels.experts import ExpertWeight, default_config, tile_rows
+
+    rows = tile_rows(1024, 8)
+    assert rows == 64
+    for plain in (False, True):
+        for experts, out, inner, columns in ((8, 3072, 576, 128), (8, 576, 1536, 64), (128, 2048, 768, 128)):
+            pairs = SimpleNamespace(tiles=torch.empty(experts + 16, 3), rows=rows)
+            scales = None if plain else torch.empty(0)
+            config = default_config(ExpertWeight(torch.empty(0), scales, None, out, inner), pairs)
+            assert config.columns == columns and config.warps == 4
+            assert (inner // 64) % config.unroll == 0

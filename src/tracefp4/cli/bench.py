@@ -39,6 +39,9 @@ def run(
     state_dtype: Annotated[
         str, typer.Option(help="What recurrent states of a hybrid shape are kept in, float32 or bfloat16; for decode.")
     ] = "float32",
+    skew: Annotated[
+        float, typer.Option(help="Skew of routing, for experts: rank r is chosen as 1 / r^skew; 0 for uniform.")
+    ] = 0.0,
     rows: Annotated[int, typer.Option(help="Rows of 2048 values, for codec and qat.")] = 16384,
     layers: Annotated[
         int | None, typer.Option(help="Layers of the random model, for decode, prefill, capture and rollout; 8 of 30b.")
@@ -64,7 +67,7 @@ def run(
     elif case == "train":
         _train(bench, batches, contexts, shapes, tuple(arm or ()), recompute)
     else:
-        _run_kernels(bench, case, batches, contexts, shapes, rows)
+        _run_kernels(bench, case, batches, contexts, shapes, rows, skew)
     found = bench.to_dict()
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +76,8 @@ def run(
 
 
 def _run_kernels(
-    bench: Any, case: str, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...], rows: int
+    bench: Any, case: str, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...], rows: int,
+    skew: float,
 ) -> None:  # fmt: skip
     from tracefp4.evaluation import bench_delta, bench_kernels
 
@@ -93,7 +97,7 @@ def _run_kernels(
             sizes["contexts"] = contexts
         bench_kernels.bench_attention(bench, **sizes)
     else:
-        bench_kernels.bench_experts(bench, **sizes)
+        bench_kernels.bench_experts(bench, **sizes, skew=skew)
 
 
 def _run_model(

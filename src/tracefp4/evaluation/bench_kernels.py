@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 ATTENTION = {"30b": (32, 4, 128), "35b": (16, 2, 256), "gpt-oss": (64, 8, 64)}
 """Query heads, KV heads, head size."""
-EXPERTS = {"30b": (128, 2048, 768), "35b": (256, 2048, 512)}
-"""Experts, hidden size, intermediate size; top 8."""
-TOP_K = 8
+EXPERTS = {"30b": (128, 8, 2048, 768), "35b": (256, 8, 2048, 512), "smollm2-moe": (8, 2, 576, 1536)}
+"""Experts, those of a token, hidden size, intermediate size."""
+EXPERT_BATCHES = {"smollm2-moe": (512,)}
+"""Batches of a shape, where they are not those of decoding a large model."""
 
 
 def _random(bench: Bench, rows: int, width: int, seed: int = 0) -> Tensor:
@@ -137,22 +138,51 @@ def _fill(codes: Tensor, scales: Tensor | None, mx: bool) -> None:
 
 
 def bench_experts(
-    bench: Bench, shapes: tuple[str, ...] = tuple(EXPERTS), batches: tuple[int, ...] = (1, 8, 16, 64, 256)
+    bench: Bench, shapes: tuple[str, ...] = tuple(EXPERTS), batches: tuple[int, ...] = (), skew: float = 0.0
 ) -> None:
-    """The pair gate_up, SiLU times up, down; without routing and the weighted sum, which are measured by themselves."""
+    """The pair gate_up, SiLU times up, down; without routing and the weighted sum, which are measured by themselves.
+
+    Args:
+        bench: on a CUDA device.
+        shapes: of :data:`EXPERTS`.
+        batches: tokens; by default 1 to 256, or those of the shape.
+        skew: see :func:`draw_experts`.
+    """
+    from tracefp4.kernels.experts import tile_rows
+
     need_cuda(bench, "experts")
     for shape in shapes:
         for arm in ("bf16", "fp4 nvfp4 w4a4", "fp4 nvfp4 w4a16", "fp4 mxfp4 w4a4"):
             layers = [_expert_layer(bench, shape, arm) for _ in range(3)]
-            for batch in batches:
-                _experts_case(bench, shape, arm, batch, layers)
+            for batch in batches or EXPERT_BATCHES.get(shape, (1, 8, 16, 64, 256)):
+                chosen = draw_experts(batch, *EXPERTS[shape][:2], skew, bench.device)
+                usual = tile_rows(chosen.numel(), EXPERTS[shape][0])
+                for rows in dict.fromkeys((usual, 128 if usual >= 64 else usual)):
+                    text = f" skew {skew:g}" * bool(skew) + f" rows {rows}" * (rows != usual)
+                    _experts_case(bench, shape, arm, chosen, rows, f"{shape} B{batch}{text}", layers)
             del layers
+
+
+def draw_experts(batch: int, experts: int, top_k: int, skew: float, device: torch.device) -> Tensor:
+    """Experts ``(batch, top_k)`` int64 of random tokens, different ones for each.
+
+    Uniform routing is the kindest: an expert that many tokens choose takes tiles of its own, and the rest of the GPU
+    waits for it. With a ``skew`` the expert of rank ``r`` is wanted as ``1 / r^skew``, ranks in random order (Zipf's
+    law at 1), without putting one back that a token has chosen.
+    """
+    generator = torch.Generator(device=device).manual_seed(batch)
+    logits = torch.rand(batch, experts, generator=generator, device=device)
+    if skew:
+        rank = 1 + torch.randperm(experts, generator=generator, device=device)
+        # The largest sums of logarithms of weights and Gumbel noise are a draw by weights.
+        logits = -(-logits.clamp_min(1e-30).log()).clamp_min(1e-30).log() - skew * rank.log()
+    return logits.topk(top_k, -1)[1]
 
 
 def _expert_layer(bench: Bench, shape: str, arm: str) -> tuple:
     from tracefp4.kernels.experts import ExpertWeight
 
-    experts, hidden, inter = EXPERTS[shape]
+    experts, _, hidden, inter = EXPERTS[shape]
     made = []
     for out, inner in ((2 * inter, hidden), (hidden, inter)):
         if arm == "bf16":
@@ -168,29 +198,28 @@ def _expert_layer(bench: Bench, shape: str, arm: str) -> tuple:
     return tuple(made)
 
 
-def _experts_case(bench: Bench, shape: str, arm: str, batch: int, layers: list[tuple]) -> None:
+def _experts_case(
+    bench: Bench, shape: str, arm: str, chosen: Tensor, rows: int, case: str, layers: list[tuple]
+) -> None:  # fmt: skip
     from tracefp4.kernels.choice import choose
-    from tracefp4.kernels.experts import grouped_linear, tile_rows, weighted_sum
+    from tracefp4.kernels.experts import grouped_linear, weighted_sum
     from tracefp4.kernels.gate import gate
     from tracefp4.kernels.routing import route
 
-    experts, hidden, inter = EXPERTS[shape]
-    generator = torch.Generator(device=bench.device).manual_seed(batch)
-    logits = torch.rand(batch, experts, generator=generator, device=bench.device)
-    chosen = logits.topk(TOP_K, -1)[1]
-    rows = tile_rows(batch * TOP_K, experts)
-    pairs, name = route(chosen, experts, rows), f"experts {shape} B{batch}"
-    x, gated = _random(bench, batch, hidden), _random(bench, batch * TOP_K, inter, 1)
+    experts, top_k, hidden, inter = EXPERTS[shape]
+    batch = len(chosen)
+    pairs, name = route(chosen, experts, rows), f"experts {case}"
+    x, gated = _random(bench, batch, hidden), _random(bench, batch * top_k, inter, 1)
     n = None if "w4a4" not in arm else get_numerics("mxfp4-ceil" if "mxfp4" in arm else "nvfp4-te")
     hit = chosen.unique().numel() / experts
 
-    configs = _expert_configs(arm, batch, rows)
     best = [
         _best_tile(
-            bench, f"{name} {('gate_up', 'down')[p]}", arm, [layer[p] for layer in layers], v, pairs, p, n, configs
+            bench, f"{name} {('gate_up', 'down')[p]}", arm, [layer[p] for layer in layers], v, pairs, p, n,
+            _expert_configs(arm, batch, rows, v.shape[1]),
         )
         for p, v in enumerate((x, gated))
-    ]
+    ]  # fmt: skip
 
     def pair(layer: tuple, configs: Sequence[Config | None]) -> Tensor:
         value, scale = (x, None) if n is None else _operand(round_nearest(x, n))
@@ -208,18 +237,19 @@ def _experts_case(bench: Bench, shape: str, arm: str, batch: int, layers: list[t
         name, arm, [(text, [lambda w=layer, c=c: pair(w, c) for layer in layers]) for text, c in both], nbytes
     )  # fmt: skip
     if n is not None:
-        up = _random(bench, batch * TOP_K, 2 * inter, 2)
+        up = _random(bench, batch * top_k, 2 * inter, 2)
         bench.add(f"{name} round x", arm, [lambda: round_nearest(x, n)], None)
         bench.add(f"{name} gate and round", arm, [lambda: round_gated(up, n)], None)
     if arm == "bf16":
+        logits = torch.rand(batch, experts, device=bench.device)
         kept, slots = chosen.to(torch.uint8), torch.arange(batch, device=bench.device)
         choice: Work = lambda: choose(  # noqa: E731
-            logits, TOP_K, renormalise=True, dtype=torch.bfloat16, routes=kept, slots=slots
+            logits, top_k, renormalise=True, dtype=torch.bfloat16, routes=kept, slots=slots
         )
-        bench.add(f"choice {shape} B{batch}", "bf16", [choice], None)
-        bench.add(f"route {shape} B{batch}", "bf16", [lambda: route(chosen, experts, rows)], None)
-        out, gates = torch.zeros(batch * TOP_K, hidden, device=x.device).to(x.dtype), torch.rand(chosen.shape).to(x)
-        bench.add(f"weighted sum {shape} B{batch}", "bf16", [lambda: weighted_sum(out, gates)], out.nbytes)
+        bench.add(f"choice {case}", "bf16", [choice], None)
+        bench.add(f"route {case}", "bf16", [lambda: route(chosen, experts, rows)], None)
+        out, gates = torch.zeros(batch * top_k, hidden, device=x.device).to(x.dtype), torch.rand(chosen.shape).to(x)
+        bench.add(f"weighted sum {case}", "bf16", [lambda: weighted_sum(out, gates)], out.nbytes)
 
 
 def _best_tile(
@@ -257,12 +287,14 @@ def _text(config: Config | None) -> str:
     return f"columns {config.columns} unroll {config.unroll} warps {config.warps} stages {config.stages}"
 
 
-def _expert_configs(arm: str, batch: int, rows: int) -> list[Config]:
+def _expert_configs(arm: str, batch: int, rows: int, inner: int) -> list[Config]:
     """Tiles worth measuring beside the default; ``benchmarks/instructions.py`` counts what each costs."""
     from tracefp4.kernels.experts import Config
 
     if rows >= 32:
-        sizes = [(128, 1, 4, 4)] if arm == "bf16" else [(128, 2, 4, 3), (128, 1, 2, 3), (256, 1, 4, 3)]
+        sizes = [(128, 1, 4, 4), (128, 1, 4, 3), (64, 1, 4, 4), (64, 1, 4, 3), (128, 1, 8, 3)]
+        if arm != "bf16":
+            sizes += [(128, 2, 4, 3), (64, 2, 4, 3), (128, 1, 2, 3), (256, 1, 4, 3)]
     elif arm == "bf16":
         sizes = [(16, 4, 1, 4), (32, 4, 1, 3)] if batch <= 4 else [(128, 1, 4, 4), (64, 1, 2, 4), (64, 2, 4, 4)]
     elif batch <= 4:
@@ -274,4 +306,5 @@ def _expert_configs(arm: str, batch: int, rows: int) -> list[Config]:
         ]  # fmt: skip
     else:
         sizes = [(64, 1, 1, 4), (64, 2, 1, 3), (32, 4, 1, 2), (128, 1, 2, 4), (128, 2, 4, 3)]
-    return [Config(*size) for size in sizes]
+    # A step takes whole chunks of a row.
+    return [Config(*size) for size in sizes if inner % (64 * size[1]) == 0]

@@ -30,6 +30,8 @@ from tracefp4.kernels.words import NVFP4_SHIFT, weight_operands
 
 _PROGRAMS = 1056
 """Programs of one warp that keep a GPU of 132 multiprocessors busy: two for each of its schedulers."""
+_WIDE_PROGRAMS = 264
+"""Programs of four warps for such a GPU, two a multiprocessor, so that one works while the other waits."""
 _RESIDENT = 3300
 """Programs of one warp that such a GPU holds at once, 25 a multiprocessor."""
 
@@ -171,8 +173,10 @@ def default_config(weight: ExpertWeight, route: Route) -> Config:
     compares them on the device bit for bit.
     """
     if route.rows >= 32:
-        unroll = 2 if weight.scales is not None and weight.inner % 128 == 0 else 1
-        return Config(columns=128, unroll=unroll, warps=4, stages=3 if weight.scales is not None else 4)
+        plain = weight.scales is None
+        # Few experts with many tokens each leave most of a GPU without a program, so programs get half the columns.
+        few = route.tiles.shape[0] * weight.out < _WIDE_PROGRAMS * 128
+        return Config(64 if few else 128, 1 if plain else _unroll(weight, 2), 4, 4 if plain else 3)
     # Measured on an H200: 16 rows where a row costs more instructions, which MXFP4 does.
     columns, narrowest = 64, 16 if weight.mx else 32
     while columns > narrowest and route.tiles.shape[0] * weight.out < _PROGRAMS * columns:
