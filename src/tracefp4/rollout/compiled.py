@@ -14,6 +14,8 @@ Where no kernel of ours samples, the sampler is compiled as well, on its own: as
 would cross memory some twenty times, 64 bits for each token of the vocabulary and sequence. Its random bits are the
 same either way; logarithms may differ in their last bit.
 
+So are the two things that a decoder computes once a step around its layers, angles of positions and the last norm.
+
 Prefill runs uncompiled: its tensors are large, and their lengths differ every time.
 """
 
@@ -28,6 +30,9 @@ from torch import nn
 from tracefp4.models import heads
 from tracefp4.models.layout import ModelLayout
 from tracefp4.rollout.projections import join
+
+_FIXED_ANGLES = ("default", "linear", "yarn", "llama3")
+"""Kinds of rotary embedding in transformers whose frequencies do not change with the length of a sequence."""
 
 
 def compile_layers(model: nn.Module, layout: ModelLayout, backend: str = "inductor") -> tuple[int, ...]:
@@ -49,6 +54,8 @@ def compile_layers(model: nn.Module, layout: ModelLayout, backend: str = "induct
     as_they_are = set(layout.linear_layers) - set(layout.deltas)
     chosen = tuple(index for index in range(layout.num_layers) if index not in as_they_are)
     mixers = {**layout.attentions, **layout.deltas}
+    for part in _around(model.get_submodule(layout.decoder)):
+        part.compile(dynamic=True, backend=backend)
     for index in chosen:
         mixer = model.get_submodule(mixers[index])
         join(mixer)
@@ -56,6 +63,15 @@ def compile_layers(model: nn.Module, layout: ModelLayout, backend: str = "induct
             heads.hook(mixer)
         layers[index].compile(dynamic=True, backend=backend)
     return chosen
+
+
+def _around(decoder: nn.Module) -> list[nn.Module]:
+    """What a decoder computes once a step, around its layers: the angles of the positions, and the last norm."""
+    parts = []
+    rotary, norm = getattr(decoder, "rotary_emb", None), getattr(decoder, "norm", None)
+    if getattr(rotary, "rope_type", None) in _FIXED_ANGLES:
+        parts.append(rotary)
+    return parts if norm is None else [*parts, norm]
 
 
 @contextmanager
