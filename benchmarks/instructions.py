@@ -44,6 +44,7 @@ from tracefp4.kernels import (
     routing,
     sample,
 )
+from tracefp4.kernels import step as step_rows
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);")
@@ -291,6 +292,18 @@ def routing_of_a_layer() -> list[bool]:
     for step in (32, 128, 512):
         constants = {"ROWS": 8, "BY_PLACE": step < 512, "STEP": step}
         done.append(report(f"route of {step} pairs, one expert", routing._count, ids, constants, step, num_warps=1))
+    rows = {
+        "positions_ptr": "*i64",
+        "pages_ptr": "*i64",
+        "lengths_ptr": "*i64",
+        "record_ptr": "*i32",
+        "narrow_ptr": "*i32",
+    }
+    tokens = {"tokens_ptr": "*i64", "source_ptr": "*i64", "before_ptr": "*i64"}
+    for word, kernel, more in (("slots, lengths, tickets", step_rows._place, {"PAGE": 16}),
+                               ("tokens of the step before", step_rows._take, {})):  # fmt: skip
+        kinds = rows | tokens | {"tickets_ptr": "*i64", "slots_ptr": "*i64"}
+        done.append(report(word, kernel, kinds, more | {"TILE": 128}, 128, num_warps=1))
     return done
 
 

@@ -155,7 +155,7 @@ def test_rollout_rows_and_their_bound(bench):
     ]
     part = bench_engine.slice_of("tiny", 1, 16)
     moved, launched = bench_rollout.step_bounds(bench, part, "bf16", 4, 8)
-    assert launched == pytest.approx(19e-6)
+    assert launched == pytest.approx(18e-6)
     assert found["rows"][0]["bound"] == pytest.approx(4 * 8 / (7 * max(moved, launched)))
 
 

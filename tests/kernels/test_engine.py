@@ -113,7 +113,7 @@ def test_compiled_steps_store_and_turn_heads_in_one_launch(family, device, monke
         sizes = {"head_dim": 64, "num_hidden_layers": 2, "seed": 3}
         engine = EmbeddedEngine(
             tiny_model(family, dtype=torch.bfloat16, **sizes), None, get_spec("bf16"), device=device, max_tokens=64,
-            page_size=4, max_batch=4, compile_decode=compiled, cuda_graphs=False,
+            page_size=4, max_batch=4, compile_decode=compiled, cuda_graphs=False, overlap=False,
         )  # fmt: skip
         launches.clear()
         return engine.generate([Request("a", tuple(range(3, 9)), 2, SamplingParams(max_new_tokens=4, seed=1))])

@@ -281,7 +281,8 @@ def step_seconds(engine: EmbeddedEngine, batch: int, context: int, repeats: int)
 def _tail_seconds(bench: Bench, engine: EmbeddedEngine, batch: int) -> float:
     """Seconds of head and sampler, which a step has once however many layers it has."""
     runner = engine._runner
-    draw = runner.inputs.fill(decode_rows(engine, batch, 1), batch, 1).draw()
+    inputs = runner.inputs.fill(decode_rows(engine, batch, 1), batch, 1)
+    draw = inputs.draw(inputs.positions + 1)
     weight = engine.model.get_input_embeddings().weight  # type: ignore[operator]
     hidden = torch.randn(batch, engine.layout.hidden, device=engine.device).to(weight.dtype)
     return bench.time([lambda: runner._sample(runner.head(hidden), draw, False)])

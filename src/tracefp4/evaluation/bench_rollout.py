@@ -5,9 +5,9 @@ than its decode steps, and a step has two limits:
 
 - *bytes*: weights once (with 512 tokens every expert is hit), and K and V of all tokens so far, on average the prompt
   and half of the response;
-- *launches*: kernels that depend on one another. A layer needs at least 14 of them: norm; Q, K and V; RoPE and store;
-  attention; sum of its splits; output; norm with residual; router; choice of experts; places and tiles of pairs; gate
-  and up; SiLU with rounding; down; weighted sum. Five more stand around the layers: embedding, last norm, head, noise
+- *launches*: kernels that depend on one another. A layer needs at least 13 of them: norm; Q, K and V; RoPE and store;
+  attention; output; norm with residual; router; choice of experts; places and tiles of pairs; gate and up; SiLU with
+  rounding; down; weighted sum. Five more stand around the layers: embedding, last norm, head, noise
   with argmax, log-probability. A dependent kernel that does nothing takes ``launch`` seconds in a CUDA graph, which is
   measured in the same run.
 
@@ -37,7 +37,7 @@ from tracefp4.evaluation.bench_engine import (
 from tracefp4.formats.spec import get_spec
 from tracefp4.rollout.embedded import EmbeddedEngine
 
-LAYER_KERNELS, STEP_KERNELS = 14, 5
+LAYER_KERNELS, STEP_KERNELS = 13, 5
 """Dependent kernels of a layer, and around the layers."""
 ARMS = (("bf16", None), ("nvfp4-w4a4-kv4", None), ("nvfp4-w4a4-kv4", "r1-all+mid/s3"))
 

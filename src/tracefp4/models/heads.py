@@ -153,5 +153,6 @@ def heads_of(module: Any) -> Heads | None:
         return None
     q, k, v, o = projections
     expected = _parts(module, heads, q(x), k(x), v(x), cos, sin)
-    same = all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    # Weights that are not loaded yet would make everything equal.
+    same = all(a.shape == b.shape and torch.equal(a, b) and a.any() for a, b in zip(given, expected, strict=True))
     return heads if same and torch.equal(found[0], o(probe.answer.flatten(2))) else None

@@ -7,7 +7,7 @@ them at once over contexts of a common length ``L``, masked to their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -62,12 +62,13 @@ class DecodeBatch:
     """``(B,)`` int64."""
     tickets: Tensor
     """``(B,)`` int32."""
-    context: Tensor
-    """``(B, L)`` int64: slots of positions ``0..L-1``; beyond the sequence's end any slot that may be read."""
+    context: Callable[[], Tensor]
+    """``(B, L)`` int64: slots of positions ``0..L-1``; beyond the sequence's end any slot that may be read. Found when
+    it is first asked for, as kernels read ``pages``."""
     lengths: Tensor
     """``(B,)`` int64: tokens to attend to, the current one included."""
     pages: Tensor
-    """``(B, W)`` int64 block tables, what ``context`` was made of."""
+    """``(B, W)`` int64 block tables, what ``context`` is made of."""
     page_size: int
     state_rows: Tensor | None = None
     """``(B,)`` int64: rows of the sequences' linear-attention states; ``None`` without linear layers."""

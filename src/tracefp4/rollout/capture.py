@@ -116,6 +116,11 @@ class Capture:
         """Tickets ``(T,)`` int32 of those who last forwarded tokens in ``slots``."""
         return self._forwarded.index_select(0, slots)
 
+    @property
+    def forwarded(self) -> Tensor:
+        """``(slots,)`` int32, where :meth:`stamp` notes tickets."""
+        return self._forwarded
+
     def bits_of(self, site: Site) -> int:
         """Bits of each code that are recorded at ``site``; 0 if the plan leaves it out."""
         return self.bits if site in self._columns else 0

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tracefp4.kernels.runtime import usable
+from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.request import Sequence
 from tracefp4.rollout.sampler import Draw
 
@@ -108,9 +110,29 @@ class DecodeInputs:
         host.pages[: batch * width] = torch.tensor(table, dtype=torch.int64).flatten()
         self._upload(host, batch, width)
         if before is not None:
-            source = self._integer("source")
-            self.tokens.copy_(torch.where(source < 0, self.tokens, before[source.clamp_min(0)]))
+            self._take(before)
         return self
+
+    def _take(self, before: Tensor) -> None:
+        """Fetch the tokens that the step before samples."""
+        source = self._integer("source")
+        if usable(before):
+            from tracefp4.kernels.step import take
+
+            take(self.tokens, source, before)
+        else:
+            self.tokens.copy_(torch.where(source < 0, self.tokens, before[source.clamp_min(0)]))
+
+    def place(self, page_size: int, capture: Capture) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots ``(B,)`` int64, lengths ``(B,)`` int64 and tickets ``(B,)`` int32 of the rows, which are stamped."""
+        if usable(self.pages):
+            from tracefp4.kernels.step import place
+
+            return place(self.pages, self.positions, self._integer("tickets"), capture.forwarded, page_size)
+        page = self.pages.gather(1, torch.div(self.positions, page_size, rounding_mode="floor").unsqueeze(1))
+        slots, tickets = page.squeeze(1) * page_size + self.positions % page_size, self.tickets
+        capture.stamp(slots, tickets)
+        return slots, self.positions + 1, tickets
 
     def _state_row(self, row: DecodeRow) -> int:
         state_row = row.sequence.state_row
@@ -151,10 +173,10 @@ class DecodeInputs:
         """``(B, W)`` int64 block tables."""
         return self._pages[: self._batch * self._width].view(self._batch, self._width)
 
-    def draw(self) -> Draw:
-        """Sampling parameters: the new token stands one position further."""
+    def draw(self, lengths: Tensor) -> Draw:
+        """Sampling parameters, for rows of ``lengths (B,)``: the new token stands at the end."""
         temperature, top_p = (self._floats[i, : self._batch] for i in range(2))
-        return Draw(self._integer("stream"), self.positions + 1, temperature, self._integer("top_k"), top_p)
+        return Draw(self._integer("stream"), lengths, temperature, self._integer("top_k"), top_p)
 
     def _integer(self, name: str) -> Tensor:
         return self._integers[_INTEGERS.index(name), : self._batch]

@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from tracefp4.kernels.runtime import usable
 from tracefp4.models.layout import ModelLayout
+from tracefp4.rollout.attend import slots_of_pages
 from tracefp4.rollout.batch import DecodeBatch, Pieces, PrefillBatch
 from tracefp4.rollout.compiled import compile_layers, compiling, uncompiled
 from tracefp4.rollout.graphs import DecodeGraphs
@@ -130,6 +132,7 @@ class Runner:
         counts = [chunk.stop - chunk.start for chunk in chunks]
         pieces = Pieces.pack(counts, [chunk.stop for chunk in chunks], self._to_device(known))
         batch = PrefillBatch(self._to_device(slots), self._to_device(tickets).to(torch.int32), pieces)
+        self.sites.capture.stamp(batch.slots, batch.tickets)
         row = chunks[0].prefix.state_row
         rows = self._to_device([row]) if row is not None else None
         continues = rows if chunks[0].start > 0 else None
@@ -149,7 +152,6 @@ class Runner:
         prefills = isinstance(batch, PrefillBatch)
         moved = self.states.moved(decode=not prefills)
         cache = self.states.gather(continues, moved)
-        self.sites.capture.stamp(batch.slots, batch.tickets)
         self.sites.batch = batch
         try:
             with nullcontext() if not self._compiled else uncompiled() if prefills else compiling():
@@ -217,15 +219,14 @@ class Runner:
 
         With ``top``, also ids ``(B, top)`` and log-probabilities ``(B, top)`` of the likeliest tokens.
         """
-        size = self.pages.page_size
-        positions = inputs.positions
-        context = (inputs.pages.unsqueeze(-1) * size + torch.arange(size, device=self.device)).flatten(1)
-        slots = context.gather(1, positions.unsqueeze(1)).squeeze(1)
+        size, pages = self.pages.page_size, inputs.pages
+        slots, lengths, tickets = inputs.place(size, self.sites.capture)
         rows = inputs.state_rows if self.states.needed else None
-        batch = DecodeBatch(slots, inputs.tickets, context, positions + 1, inputs.pages, size, rows)
-        hidden = self._forward(inputs.tokens.unsqueeze(1), positions.unsqueeze(1), batch, rows, rows)
+        context = cache(partial(slots_of_pages, pages, size))
+        batch = DecodeBatch(slots, tickets, context, lengths, pages, size, rows)
+        hidden = self._forward(inputs.tokens.unsqueeze(1), inputs.positions.unsqueeze(1), batch, rows, rows)
         self.sites.check_calls(decode=True)
-        logits, draw = self.head(hidden[:, 0]), inputs.draw()
+        logits, draw = self.head(hidden[:, 0]), inputs.draw(lengths)
         return _with_top(self._sample(logits, draw, truncate), logits, draw, top)
 
     def table_width(self, longest: int) -> int:

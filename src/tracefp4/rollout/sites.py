@@ -289,7 +289,7 @@ class _Attention:
             self.owner.pool.paged(self.layer, batch.page_size),
             partial(self._read, module),
             batch.pages,
-            lambda: batch.context,
+            batch.context,
             batch.lengths,
             scaling=scaling,
             window=window,
