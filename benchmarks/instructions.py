@@ -206,8 +206,8 @@ def training() -> list[bool]:
 def attention() -> list[bool]:
     """Decode and prefill attention; a value is one of K or V."""
     done = []
-    pointers = {"pages_ptr": "*i64", "lengths_ptr": "*i64", "slots_ptr": "*i64", "part_ptr": "*fp32",
-                "top_ptr": "*fp32", "sum_ptr": "*fp32", "sinks_ptr": "*fp32"}  # fmt: skip
+    pointers = {"pages_ptr": "*i64", "lengths_ptr": "*i64", "slots_ptr": "*i64", "table_ptr": "*i64",
+                "part_ptr": "*fp32", "top_ptr": "*fp32", "sum_ptr": "*fp32", "sinks_ptr": "*fp32"}  # fmt: skip
     fp4 = pointers | {"codes_ptr": "*i16", "scales_ptr": BYTES}
     for width, heads, group in ((64, 8, 8), (128, 4, 8), (256, 2, 8)):
         common = {"HEADS": heads, "GROUP": group, "D": width}
