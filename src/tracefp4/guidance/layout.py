@@ -22,11 +22,12 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from tracefp4.core import Kind, Site, SiteShape
-from tracefp4.guidance.codec import CHECK_BYTES, chunks, scale_bytes
+from tracefp4.guidance.codec import CHECK_BYTES, CHUNK, chunks, scale_bytes
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import record_bytes
 
@@ -204,6 +205,55 @@ class Layout:
             None if entry.global_scales is None else view(entry.global_scales, torch.float32, *whole),
             None if entry.checks is None else view(entry.checks, torch.int32, chunks(self.rows)),
         )
+
+
+class Strip(NamedTuple):
+    """One part of a run in the body of a frame, as bytes: those of ``sites`` sites, at equal distances."""
+
+    sites: int
+    start: int
+    """Offset in the body of the first site's."""
+    step: int
+    """Bytes from a site's to the next site's."""
+    length: int
+    """Bytes of each site's."""
+    tokens: int
+    """Tokens of an entry: 16 of a check, else 1."""
+
+    def view(self, memory: memoryview | np.ndarray, body: int, skip: int, length: int) -> np.ndarray:
+        """Bytes ``skip`` to ``skip + length`` of each site's, ``(sites, length)``; the body starts at ``body``."""
+        return np.ndarray((self.sites, length), np.uint8, memory, body + self.start + skip, (self.step, 1))
+
+
+@lru_cache(maxsize=128)
+def strips(layout: Layout) -> tuple[Strip, ...]:
+    """Every part of every run: the same number in the same order for all layouts of a plan and a table."""
+    found = []
+    for run in layout.table.runs:
+        entry = layout.sites[run.sites[0]]
+        step = layout.sites[run.second].codes[0] - entry.codes[0]
+        sections = (entry.codes, entry.block_scales, entry.global_scales, entry.checks)
+        for section, tokens in zip(sections, (1, 1, 1, CHUNK), strict=True):
+            if section is not None:
+                found.append(Strip(len(run.sites), section[0], step, section[1], tokens))
+    return tuple(found)
+
+
+def copy_rows(source: Layout, data: np.ndarray, first: int, target: Layout, frame: memoryview, body: int) -> None:
+    """Copy the sections of all sites from rows of one body to another, one strided copy for each part of each run.
+
+    Args:
+        source: where rows lie in ``data``, uint8 ``(source.size,)``.
+        data: bytes of a body.
+        first: the first row that is copied, a multiple of 16.
+        target: same plan and table; all its rows are written.
+        frame: writable.
+        body: where the body starts in ``frame``.
+    """
+    for a, b in zip(strips(source), strips(target), strict=True):
+        if b.length:
+            entry = a.length // -(-source.rows // a.tokens)
+            b.view(frame, body, 0, b.length)[...] = a.view(data, 0, first // a.tokens * entry, b.length)
 
 
 @lru_cache(maxsize=128)
