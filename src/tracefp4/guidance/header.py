@@ -99,11 +99,11 @@ def header_problem(header: Header, layout: Layout | None = None) -> str | None:
         layout: one whose sites are the header's; what is wrong with them is known then.
     """
     try:
-        plan = Plan.parse(header.plan)
+        plan, name = _read_plan(header.plan)
     except ConfigError as error:
         return str(error)
-    if str(plan) != header.plan:
-        return f"plan {header.plan!r} is written {str(plan)!r}"
+    if name != header.plan:
+        return f"plan {header.plan!r} is written {name!r}"
     wrong_hash = _tokens_problem(header.tokens)
     if wrong_hash is not None:
         return wrong_hash
@@ -122,6 +122,13 @@ def header_problem(header: Header, layout: Layout | None = None) -> str | None:
     if bool(header.sites) != bool(plan):
         return f"plan {header.plan!r} with {len(header.sites)} sites"
     return sites_problem(header.sites, plan) if layout is None else layout.problem
+
+
+@lru_cache(maxsize=32)
+def _read_plan(text: str) -> tuple[Plan, str]:
+    """A plan and its name as it is written; raises :class:`ConfigError` if there is no such plan."""
+    plan = Plan.parse(text)
+    return plan, str(plan)
 
 
 def _tokens_problem(tokens: str) -> str | None:
@@ -248,7 +255,7 @@ def _known(header: Header, table: SiteTable) -> Layout | None:
     if len(header.sites) != len(table.shapes) or not 0 <= header.rows <= LIMITS.rows:
         return None
     try:
-        plan = Plan.parse(header.plan)
+        plan, _ = _read_plan(header.plan)
     except ConfigError:
         return None
     layout = layout_of(plan, table, header.rows, _route_shape(header))

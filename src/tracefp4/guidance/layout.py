@@ -129,7 +129,13 @@ class SiteTable:
 
 def table_of(shapes: Sequence[SiteShape]) -> SiteTable:
     """The table of a model's sites, in any order: the same object for the same sites in the same order."""
-    return _kept_table(tuple(shapes))
+    global _newest
+    given, table = _newest
+    if given is not shapes:  # else it was asked for the same tuple again, and its hundred sites need no comparing
+        table = _kept_table(tuple(shapes))
+        if isinstance(shapes, tuple):
+            _newest = shapes, table
+    return table
 
 
 def make_table(shapes: Sequence[SiteShape]) -> SiteTable:
@@ -299,6 +305,7 @@ def _row_bytes(plan: Plan, table: SiteTable) -> RowBytes:
 
 
 _kept_table = lru_cache(maxsize=32)(make_table)
+_newest: tuple[Sequence[SiteShape], SiteTable] = ((), _kept_table(()))
 _kept_row_bytes = lru_cache(maxsize=64)(_row_bytes)
 
 

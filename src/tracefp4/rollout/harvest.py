@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,21 +128,21 @@ class Harvester:
         self, group: _Group, routes: Items[Tensor | None], plan: Plan, store: Store, weight_version: int
     ) -> list[Harvested]:
         sheaf = gather(self.capture, self.pool, group.slots, group.expected, plan).cpu()
-        found = []
-        for sequence, start, part, ok in zip(
-            group.sequences, group.starts, routes, _cut(group, sheaf.valid), strict=True
-        ):
+        frames, missing, valid = [], [], sheaf.valid.numpy()
+        for sequence, start in zip(group.sequences, group.starts, strict=True):
+            rows = sequence.length - 1
             frame = pending_rows(
                 sheaf,
                 start,
-                sequence.length - 1,
+                rows,
                 token_hash=token_hash(sequence.tokens),
                 numerics_hash=self.numerics_hash,
                 weight_version=weight_version,
             )
             key = make_key(sequence.request.id, sequence.sample, sequence.arrival, f"v{weight_version}")
-            found.append(Harvested(part, store.keep(key, frame), int((~ok).sum())))
-        return found
+            frames.append((key, frame))
+            missing.append(rows - int(np.count_nonzero(valid[start : start + rows])))
+        return [Harvested(*row) for row in zip(routes, store.keep_all(frames), missing, strict=True)]
 
 
 def gather(capture: Capture, pool: StoredKV | None, slots: Tensor, expected: Tensor, plan: Plan) -> Sheaf:
