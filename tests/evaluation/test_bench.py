@@ -138,7 +138,11 @@ def test_rollout_rows_and_their_bound(bench):
         "bf16",
         "fp4 nvfp4-w4a4-kv4",
         "fp4 nvfp4-w4a4-kv4 r1-all+mid/s3",
+        "fp4 nvfp4-w4a4-kv4 r1-all+mid/s3 all claimed",
     ]
+    recorded, claimed = found["rows"][2:]
+    assert 0 < claimed["value"] < recorded["value"] and claimed["bound"] == recorded["bound"]
+    assert claimed["detail"].startswith("4 frames, ")
     part = bench_engine.slice_of("tiny", 1, 16)
     moved, launched = bench_rollout.step_bounds(bench, part, "bf16", 4, 8)
     assert launched == pytest.approx(19e-6)
