@@ -19,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -317,11 +318,17 @@ def _bytes_of(buffer: bytes | bytearray | memoryview, label: str) -> memoryview:
 
 def _tensor_of(frame: memoryview) -> Tensor:
     """The frame as uint8, sharing its memory; copied only when that is not aligned for the wider dtypes in it."""
-    with _FREEZE, warnings.catch_warnings():
-        # PyTorch has no read-only tensors and warns. Records of a frame are read-only by contract.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        tensor = torch.frombuffer(frame, dtype=torch.uint8)
+    _hush()
+    tensor = torch.frombuffer(frame, dtype=torch.uint8)
     return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()
+
+
+@lru_cache(maxsize=1)
+def _hush() -> None:
+    """PyTorch has no read-only tensors and warns, once a process. Records of a frame are read-only by contract."""
+    with _FREEZE, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def _cut(body: Tensor, section: tuple[int, int]) -> Tensor:
