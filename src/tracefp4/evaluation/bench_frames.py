@@ -50,7 +50,7 @@ def bench_frames(bench: Bench, name: str = "smollm2-moe", frames: int = 64, rows
     size = len(made[0])
     source, target = (np.ones((frames, size), np.uint8) for _ in range(2))
     copy = [partial(np.copyto, a, b) for a, b in zip(target, source, strict=True)]
-    digest = [lambda part=part: xxhash.xxh3_128(part).digest() for part in source]
+    digest = [lambda part=part: xxhash.xxh3_128(part.data).digest() for part in source]
     expect = Expectation(plan=PLAN, shapes=shapes)
     read = [partial(decode, frame, expect) for frame in made]
     records = [work() for work in read]

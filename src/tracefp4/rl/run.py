@@ -20,7 +20,6 @@ import copy
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ from tracefp4.guidance.frame import Expectation
 from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
-from tracefp4.guidance.workers import side_by_side
 from tracefp4.methods import get_method
 from tracefp4.models.binding import bind
 from tracefp4.models.coverage import Coverage, coverage, probe
@@ -320,7 +318,7 @@ class Run:
         if load is None or self.budget is None or not examples:
             return None
         rollouts = [experience.rollouts[example.index] for example in examples]
-        records = side_by_side([partial(load, example) for example in examples])
+        records = [load(example) for example in examples]
         choice = choose_measured(
             self.model, self.sites, self.shapes, rollouts, records, self.budget,
             temperature=self.config.sampling.temperature, micro_tokens=self.config.train.micro_tokens,
