@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tracefp4.cli.main import app
 from tracefp4.core import Request, SamplingParams
-from tracefp4.evaluation import bench_engine, bench_rollout
+from tracefp4.evaluation import bench_engine, bench_frames, bench_rollout
 from tracefp4.evaluation.bench import Bench
 from tracefp4.evaluation.bench_shapes import SHAPES, Sizes, random_model, sizes
 from tracefp4.formats.spec import get_spec
@@ -152,11 +152,25 @@ def test_rollout_rows_and_their_bound(bench):
         "bf16",
         "fp4 nvfp4-w4a4-kv4",
         "fp4 nvfp4-w4a4-kv4 r1-all+mid/s3",
+        "fp4 nvfp4-w4a4-kv4 r1-all+mid/s3 all claimed",
     ]
+    recorded, claimed = found["rows"][2:]
+    assert 0 < claimed["value"] < recorded["value"] and claimed["bound"] == recorded["bound"]
+    assert claimed["detail"].startswith("4 frames, ")
     part = bench_engine.slice_of("tiny", 1, 16)
     moved, launched = bench_rollout.step_bounds(bench, part, "bf16", 4, 8)
     assert launched == pytest.approx(18e-6)
     assert found["rows"][0]["bound"] == pytest.approx(4 * 8 / (7 * max(moved, launched)))
+
+
+def test_frames_are_timed_beside_copy_and_hash(bench):
+    bench_frames.bench_frames(bench, "tiny", 3, 20)
+    assert [row.arm for row in bench.rows] == [
+        "write", "read", "write side by side", "read side by side", "stage side by side",
+    ]  # fmt: skip
+    assert all(row.value > 0 and row.bound > 0 and row.unit == "GB/s" for row in bench.rows)
+    write, read = bench.rows[:2]
+    assert write.bound < read.bound and "MB a frame" in write.detail
 
 
 def test_capture_and_prefill_rows(bench):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tracefp4.errors import GuidanceError
+from tracefp4.guidance import header
 from tracefp4.guidance.codec import unpack_scales
 from tracefp4.guidance.frame import decode, encode, encode_rows
 from tracefp4.guidance.layout import table_of
@@ -62,6 +63,52 @@ def test_frames_of_a_sheaf_are_those_of_its_records(make: Maker, small_shapes, q
             found = encode_rows(sheaf, start, record.rows, **about, weight_version=record.weight_version)
             assert found == encode(record)
             assert encode(decode(found)) == found
+
+
+def test_frames_do_not_depend_on_what_their_memory_held(make: Maker, small_shapes, monkeypatch) -> None:
+    class Dirty:
+        def take(self, nbytes: int) -> memoryview:
+            return memoryview(bytearray(b"\xff" * nbytes))
+
+    monkeypatch.setattr(header, "BLOCKS", Dirty())
+    whole, record = (make(plan, small_shapes, range(20), absent=[3]) for plan in ("r2-all+mid", "r2-all+mid/s3"))
+    sheaf, _ = bundle([record], [whole])
+    about = {"token_hash": record.token_hash, "numerics_hash": record.numerics_hash}
+    found = encode_rows(sheaf, 0, record.rows, **about, weight_version=record.weight_version)
+    assert found.readonly and decode(found).rows == 19
+    assert found == encode(record)
+    monkeypatch.undo()
+    assert found == encode(record)
+
+
+def test_a_frame_stays_as_it_is_while_others_are_written(make: Maker, small_shapes) -> None:
+    record = make("r1-all+mid", small_shapes, range(40))
+    sheaf, _ = bundle([record], [record])
+
+    def write(weights: int) -> memoryview:
+        about = {"token_hash": record.token_hash, "numerics_hash": record.numerics_hash}
+        return encode_rows(sheaf, 0, record.rows, **about, weight_version=weights)
+
+    kept = decode(write(0))
+    site = next(iter(kept.sites))
+    planes = kept.sites[site].planes
+    for weights in range(1, 30_000, 100):
+        write(weights)
+    assert torch.equal(planes, record.sites[site].planes)
+    assert encode(kept) == write(0)
+
+
+def test_what_cannot_be_framed_is_said(make: Maker, small_shapes) -> None:
+    record = make("r1-all", small_shapes, range(20))
+    sheaf, _ = bundle([record], [record])
+    for wrong, message in (
+        ({"token_hash": "0" * 31}, "a token hash has 32 hex characters"),
+        ({"numerics_hash": ""}, "a numerics hash has 1 to 64 printable characters"),
+        ({"weight_version": -1}, "a weight version lies in"),
+    ):
+        about = {"token_hash": "0" * 32, "numerics_hash": "n", "weight_version": 0} | wrong
+        with pytest.raises(GuidanceError, match=f"cannot be framed: {message}"):
+            encode_rows(sheaf, 0, 19, **about)
 
 
 def test_rows_outside_a_sheaf_are_refused(make: Maker, small_shapes) -> None:

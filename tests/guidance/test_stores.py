@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tracefp4.guidance.late_store import LateStore, Shipping
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.record import Record
 from tracefp4.guidance.store import MAX_KEY, Pending, Store, check_key, make_key
+from tracefp4.guidance.workers import side_by_side
 
 
 @pytest.fixture(params=["memory", "file", "late"])
@@ -232,6 +235,89 @@ def test_plain_stores_take_at_once_a_late_one_when_somebody_looks() -> None:
     for _ in range(2):
         assert late.get(handle) == b"abcd"
     assert maker.asked == ["take a", "take b"]
+
+
+def test_frames_kept_together_are_those_kept_one_by_one(store: Store) -> None:
+    maker = Maker()
+    frames = [(f"k{i}", maker.pending(f"k{i}", bytes([i]) * (100 + i))) for i in range(40)]
+    handles = store.keep_all(frames)
+    assert handles == [Handle(store.name, f"k{i}", 100 + i) for i in range(40)]
+    assert store.keep_all([]) == []
+    assert [bytes(store.get(handle)) for handle in handles] == [bytes([i]) * (100 + i) for i in range(40)]
+    assert sorted(maker.asked) == sorted(f"take k{i}" for i in range(40))
+
+
+def test_what_an_engine_cannot_make_is_an_error_of_whoever_wanted_it(store: Store) -> None:
+    def fail() -> bytes:
+        raise GuidanceCorrupt("the third cannot be written")
+
+    frames = [(f"k{i}", Maker().pending(f"k{i}", b"abcd")) for i in range(6)]
+    frames[2] = ("k2", Pending(4, fail, lambda: None))
+    with pytest.raises(GuidanceCorrupt, match="the third"):
+        for handle in store.keep_all(frames):
+            store.get(handle)
+    assert isinstance(store, LateStore) or not {"k2"}.intersection(store.keys())
+
+
+def test_what_an_engine_hands_over_is_copied_only_if_it_could_change() -> None:
+    data, fixed = bytearray(b"abcd"), memoryview(b"efgh")
+    for store in (MemoryStore(), LateStore(MemoryStore())):
+        changing = store.keep("a", Pending(4, lambda: data, lambda: None))
+        view = store.keep("b", Pending(4, lambda: memoryview(data), lambda: None))
+        handed = store.keep("c", Pending(4, lambda: fixed, lambda: None))
+        assert [bytes(store.get(h)) for h in (changing, view, handed)] == [b"abcd", b"abcd", b"efgh"]
+        data[:] = b"xxxx"
+        assert store.get(changing) == store.get(view) == b"abcd"
+        assert store.get(handed).obj is fixed.obj
+        data[:] = b"abcd"
+
+
+def test_different_frames_are_claimed_at_the_same_time_and_each_once() -> None:
+    store, meeting, taken = LateStore(MemoryStore()), threading.Barrier(3, timeout=20), []
+
+    def pending(name: str) -> Pending:
+        def take() -> bytes:
+            meeting.wait()  # passes only while three are being fetched
+            taken.append(name)
+            return name.encode()
+
+        return Pending(1, take, lambda: taken.append(f"drop {name}"))
+
+    handles = [store.keep(name, pending(name)) for name in "abc"]
+    found = side_by_side([partial(store.get, handle) for handle in handles * 4], 12)
+    assert [bytes(view) for view in found] == [b"a", b"b", b"c"] * 4
+    assert sorted(taken) == ["a", "b", "c"]
+    assert store.counts() == Shipping(claimed=3, claimed_bytes=3)
+
+
+@pytest.mark.parametrize("end", ["delete", "clear", "close"])
+def test_a_frame_that_is_dropped_while_it_is_fetched_ends_once(end: str) -> None:
+    store, started, go = LateStore(MemoryStore()), threading.Event(), threading.Event()
+    asked: list[str] = []
+
+    def take() -> bytes:
+        started.set()
+        assert go.wait(20)
+        asked.append("take")
+        return b"abcd"
+
+    handle = store.keep("a", Pending(4, take, lambda: asked.append("drop")))
+
+    def claim() -> None:
+        with contextlib.suppress(GuidanceError):  # fetched, and forgotten before it could be looked at
+            store.get(handle)
+
+    claimer = threading.Thread(target=claim)
+    ender = threading.Thread(target=lambda: store.delete(handle) if end == "delete" else getattr(store, end)())
+    claimer.start()
+    assert started.wait(20)
+    ender.start()
+    go.set()
+    for thread in (claimer, ender):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert asked == ["take"]
+    assert store.counts() == Shipping(claimed=1, claimed_bytes=4)
 
 
 def test_what_nobody_claims_is_dropped_where_it_lies_and_counted() -> None:

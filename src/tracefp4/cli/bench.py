@@ -10,7 +10,7 @@ import typer
 from tracefp4.cli.console import JsonOption, emit, number
 from tracefp4.errors import ConfigError, suggest
 
-CASES = ("codec", "qat", "attention", "experts", "delta", "decode", "prefill", "capture", "rollout", "train")
+CASES = ("codec", "qat", "attention", "experts", "delta", "decode", "prefill", "capture", "rollout", "train", "frames")
 """What can be measured."""
 MODELS = ("decode", "prefill", "capture", "rollout")
 """Those that build a model."""
@@ -19,7 +19,7 @@ MODELS = ("decode", "prefill", "capture", "rollout")
 def run(
     case: Annotated[str, typer.Argument(help=f"One of: {', '.join(CASES)}.")],
     device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda or cuda:N; codec, qat, train and tiny shapes run on a CPU.")
+        str, typer.Option(help="auto, cpu, cuda or cuda:N; codec, qat, train, frames and tiny shapes run on a CPU.")
     ] = "auto",
     batch: Annotated[list[int] | None, typer.Option(help="Batch size; may be repeated.")] = None,
     context: Annotated[list[int] | None, typer.Option(help="Context length; may be repeated.")] = None,
@@ -66,6 +66,8 @@ def run(
         _run_model(bench, case, batches, contexts, shapes, layers, tuple(arm or ()), budget, compiled, state_dtype)
     elif case == "train":
         _train(bench, batches, contexts, shapes, tuple(arm or ()), recompute)
+    elif case == "frames":
+        _frames(bench, batches, contexts, shapes)
     else:
         _run_kernels(bench, case, batches, contexts, shapes, rows, skew)
     found = bench.to_dict()
@@ -126,6 +128,14 @@ def _run_model(
             bench_rollout.bench_rollout(bench, name, layers=layers, compiled=compiled)
 
 
+def _frames(bench: Any, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...]) -> None:
+    from tracefp4.evaluation import bench_frames, bench_shapes
+
+    _check(shapes, bench_shapes.SHAPES, "shape")
+    for name in shapes or ("smollm2-moe",):
+        bench_frames.bench_frames(bench, name, (batches or (64,))[0], (contexts or (130,))[0] - 1)
+
+
 def _check(names: tuple[str, ...], known: Any, what: str) -> None:
     for name in names:
         if name not in known:
@@ -151,7 +161,7 @@ def _table(found: dict[str, Any]) -> str:
     lines = [head]
     for row in found["rows"]:
         share = None if row["bound"] is None else row["bound"] / row["value"]
-        if share is not None and row["unit"] == "tok/s":
+        if share is not None and row["unit"].endswith("/s"):
             share = 1 / share
         cells = [row["name"], row["arm"], number(row["value"]), row["unit"], number(row["bound"]), number(share)]
         lines.append([*cells, number(row["ratio_to_bf16"]), row["detail"]])

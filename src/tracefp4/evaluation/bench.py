@@ -121,7 +121,7 @@ class Bench:
         for row in self.rows:
             if row.name in base:
                 quotient = base[row.name] / row.value
-                row.ratio_to_bf16 = 1 / quotient if row.unit == "tok/s" else quotient
+                row.ratio_to_bf16 = 1 / quotient if row.unit.endswith("/s") else quotient
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         return {
             "device": name,

@@ -30,8 +30,10 @@ from tracefp4.evaluation.bench import Bench, Row, failures
 from tracefp4.evaluation.bench_peer import PEER, peer_step
 from tracefp4.evaluation.bench_shapes import SHAPES, Shape, Sizes, random_model, sizes
 from tracefp4.formats.spec import Spec, get_spec
+from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.store import Store
 from tracefp4.rollout.embedded import EmbeddedEngine
 from tracefp4.rollout.inputs import DecodeRow
 from tracefp4.rollout.request import Sequence
@@ -132,12 +134,22 @@ def arm_of(spec: str, plan: str | None = None) -> str:
 
 
 def make_engine(
-    part: Slice, spec: str, plan: str | None, device: torch.device, tokens: int, batch: int, chunk: int = 4096
+    part: Slice,
+    spec: str,
+    plan: str | None,
+    device: torch.device,
+    tokens: int,
+    batch: int,
+    chunk: int = 4096,
+    store: Store | None = None,
 ) -> EmbeddedEngine:
-    """An engine with a random model, a pool for ``tokens`` tokens and room for ``batch`` sequences."""
+    """An engine with a random model, a pool for ``tokens`` tokens and room for ``batch`` sequences.
+
+    Its frames wait in ``store``, or in one of its own of the kind that runs use, where they are written when claimed.
+    """
     return EmbeddedEngine(
         random_model(part.shape.config(part.layers), device), None, get_spec(spec),
-        None if plan is None else Plan.parse(plan), MemoryStore(),
+        None if plan is None else Plan.parse(plan), LateStore(MemoryStore()) if store is None else store,
         max_tokens=paged(tokens), page_size=PAGE, max_batch=batch, prefill_chunk=chunk,
         compile_decode=part.compiled, state_dtype=part.state_dtype,
     )  # fmt: skip

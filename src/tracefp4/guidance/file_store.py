@@ -20,12 +20,14 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from tracefp4.core import Handle
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
 from tracefp4.guidance.store import Data, Pending, check_key
+from tracefp4.guidance.workers import side_by_side
 
 SUFFIX = ".guidance"
 _TEMPORARY = ".tmp-"
@@ -112,6 +114,10 @@ class FileStore:
     def keep(self, key: str, frame: Pending) -> Handle:
         """Take a frame from its engine at once, and keep it."""
         return self.put(key, frame.take())
+
+    def keep_all(self, frames: Sequence[tuple[str, Pending]]) -> list[Handle]:
+        """Take frames side by side, each written as soon as it is there: few of them are in memory at once."""
+        return side_by_side([partial(self.keep, key, frame) for key, frame in frames])
 
     def get(self, handle: Handle) -> memoryview:
         """Map the file of a handle; see :meth:`Store.get <tracefp4.guidance.store.Store.get>`."""

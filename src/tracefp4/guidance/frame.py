@@ -19,6 +19,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -26,9 +27,9 @@ from torch import Tensor
 
 from tracefp4.core import Site, SiteShape
 from tracefp4.errors import ConfigError, GuidanceCorrupt, GuidanceError, GuidanceMismatch, GuidanceStale
-from tracefp4.guidance.codec import CHUNK, chunks, clean_padding, scale_bytes
-from tracefp4.guidance.header import LIMITS, Header, frame_size, header_of, open_frame, seal
-from tracefp4.guidance.layout import Layout, RouteShape, layout_of, table_of
+from tracefp4.guidance.codec import chunks, clean_padding, scale_bytes
+from tracefp4.guidance.header import LIMITS, Header, frame_size, open_frame, seal
+from tracefp4.guidance.layout import Layout, RouteShape, copy_rows, layout_of, table_of
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
 from tracefp4.guidance.runs import SiteRuns
@@ -82,7 +83,8 @@ def encode(record: Record) -> bytes:
         _check_site(site, part, plan, record.rows)
     layout = layout_of(plan, table_of([part.shape for part in record.sites.values()]), record.rows, routes)
 
-    def fill(frame: Tensor, start: int) -> None:
+    def fill(memory: memoryview, start: int) -> None:
+        frame = torch.frombuffer(memory, dtype=torch.uint8)
         for run in layout.table.runs:
             places = [[None] * len(run.sites) if p is None else p.unbind(0) for p in layout.parts(frame, start, run)]
             for index, *own in zip(run.sites, *places, strict=True):
@@ -93,12 +95,12 @@ def encode(record: Record) -> bytes:
                         place.copy_(tensor)
         _write_ends(frame[start:], layout, record.valid, record.routes)
 
-    return seal(header_of(layout, record.token_hash, record.numerics_hash, record.weight_version), layout, fill)
+    return bytes(seal(layout, record.token_hash, record.numerics_hash, record.weight_version, fill))
 
 
 def encode_rows(
     sheaf: Sheaf, start: int, rows: int, *, token_hash: str, numerics_hash: str, weight_version: int
-) -> bytes:
+) -> memoryview:
     """Write one sequence of a sheaf as a frame, the same that :func:`encode` makes of a record of it.
 
     Args:
@@ -109,25 +111,22 @@ def encode_rows(
         numerics_hash: as in a record.
         weight_version: as in a record.
 
+    Returns:
+        The frame, read-only, in memory of :mod:`tracefp4.guidance.blocks`: nobody can write to it while it is held.
+
     Raises:
         GuidanceError: the sheaf has no such rows, or the frame is larger than the limits.
     """
-    valid = sheaf.check_rows(start, rows)
-    sheaf.wait()
+    sheaf.check_rows(start, rows)
+    data, valid = sheaf.arrays()
     layout = layout_of(sheaf.layout.plan, sheaf.layout.table, rows, None)
 
-    def fill(frame: Tensor, offset: int) -> None:
-        for run, source in zip(layout.table.runs, sheaf.parts, strict=True):
-            target = layout.parts(frame, offset, run)
-            target.planes.copy_(source.planes[:, start : start + rows])
-            target.scales.copy_(source.scales[:, start : start + rows])
-            if target.global_scale is not None and source.global_scale is not None:
-                target.global_scale.copy_(source.global_scale[:, start : start + rows])
-            if target.checks is not None and source.checks is not None:
-                target.checks.copy_(source.checks[:, start // CHUNK : start // CHUNK + chunks(rows)])
-        _write_ends(frame[offset:], layout, valid, None)
+    def fill(frame: memoryview, body: int) -> None:
+        copy_rows(sheaf.layout, data, start, layout, frame, body)
+        bits = np.packbits(valid[start : start + rows], bitorder="little")
+        frame[body + layout.valid[0] : body + sum(layout.valid)] = bits.data
 
-    return seal(header_of(layout, token_hash, numerics_hash, weight_version), layout, fill)
+    return seal(layout, token_hash, numerics_hash, weight_version, fill)
 
 
 def pending_rows(
@@ -136,18 +135,17 @@ def pending_rows(
     """What :func:`encode_rows` writes, not written yet: the sheaf is kept until somebody claims the frame.
 
     Raises:
-        GuidanceError: the sheaf has no such rows.
+        GuidanceError: the sheaf has no such rows, or the frame would be larger than the limits.
     """
     sheaf.check_rows(start, rows)
     layout = layout_of(sheaf.layout.plan, sheaf.layout.table, rows, None)
-    size = frame_size(header_of(layout, token_hash, numerics_hash, weight_version), layout)
 
-    def take() -> bytes:
+    def take() -> memoryview:
         return encode_rows(
             sheaf, start, rows, token_hash=token_hash, numerics_hash=numerics_hash, weight_version=weight_version
         )
 
-    return Pending(size, take, lambda: None)
+    return Pending(frame_size(layout, numerics_hash, weight_version), take, lambda: None)
 
 
 def _write_ends(body: Tensor, layout: Layout, valid: Tensor, routes: Tensor | None) -> None:
@@ -320,11 +318,17 @@ def _bytes_of(buffer: bytes | bytearray | memoryview, label: str) -> memoryview:
 
 def _tensor_of(frame: memoryview) -> Tensor:
     """The frame as uint8, sharing its memory; copied only when that is not aligned for the wider dtypes in it."""
-    with _FREEZE, warnings.catch_warnings():
-        # PyTorch has no read-only tensors and warns. Records of a frame are read-only by contract.
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        tensor = torch.frombuffer(frame, dtype=torch.uint8)
+    _hush()
+    tensor = torch.frombuffer(frame, dtype=torch.uint8)
     return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()
+
+
+@lru_cache(maxsize=1)
+def _hush() -> None:
+    """PyTorch has no read-only tensors and warns, once a process. Records of a frame are read-only by contract."""
+    with _FREEZE, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 def _cut(body: Tensor, section: tuple[int, int]) -> Tensor:

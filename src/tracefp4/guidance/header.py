@@ -12,16 +12,15 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from io import BytesIO
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 import xxhash
-from torch import Tensor
 
 from tracefp4.core import SiteShape
 from tracefp4.errors import ConfigError, GuidanceCorrupt, GuidanceError, GuidanceMismatch
+from tracefp4.guidance.blocks import BLOCKS
 from tracefp4.guidance.layout import (
     LIMITS,
     Layout,
@@ -47,6 +46,7 @@ VERSION = 1
 PROLOGUE = 64
 _PROLOGUE = struct.Struct("<8sHHIQ16s24s")
 _CHECKSUM = slice(24, 40)
+_NO_TOKENS = "0" * 32
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ def build_header(
     rows: int,
     *,
     routes: RouteShape | None = None,
-    tokens: str = "0" * 32,
+    tokens: str = _NO_TOKENS,
     numerics: str = "0" * 16,
     weights: int = 0,
 ) -> tuple[Header, int]:
@@ -99,13 +99,14 @@ def header_problem(header: Header, layout: Layout | None = None) -> str | None:
         layout: one whose sites are the header's; what is wrong with them is known then.
     """
     try:
-        plan = Plan.parse(header.plan)
+        plan, name = _read_plan(header.plan)
     except ConfigError as error:
         return str(error)
-    if str(plan) != header.plan:
-        return f"plan {header.plan!r} is written {str(plan)!r}"
-    if not re.fullmatch(r"[0-9a-f]{32}", header.tokens):
-        return f"a token hash has 32 hex characters, got {header.tokens[:64]!r}"
+    if name != header.plan:
+        return f"plan {header.plan!r} is written {name!r}"
+    wrong_hash = _tokens_problem(header.tokens)
+    if wrong_hash is not None:
+        return wrong_hash
     if not re.fullmatch(r"[!-~]{1,64}", header.numerics):
         return f"a numerics hash has 1 to 64 printable characters, got {header.numerics[:64]!r}"
     if not 0 <= header.weights < 1 << 63:
@@ -123,38 +124,81 @@ def header_problem(header: Header, layout: Layout | None = None) -> str | None:
     return sites_problem(header.sites, plan) if layout is None else layout.problem
 
 
-def frame_size(header: Header, layout: Layout) -> int:
-    """Bytes of the frame that :func:`seal` writes."""
-    return align(PROLOGUE + len(encode_header(header))) + layout.size
+@lru_cache(maxsize=32)
+def _read_plan(text: str) -> tuple[Plan, str]:
+    """A plan and its name as it is written; raises :class:`ConfigError` if there is no such plan."""
+    plan = Plan.parse(text)
+    return plan, str(plan)
 
 
-def seal(header: Header, layout: Layout, fill: Callable[[Tensor, int], None]) -> bytes:
+def _tokens_problem(tokens: str) -> str | None:
+    return None if re.fullmatch(r"[0-9a-f]{32}", tokens) else f"a token hash has 32 hex characters, got {tokens[:64]!r}"
+
+
+def frame_size(layout: Layout, numerics: str, weights: int) -> int:
+    """Bytes of the frame that :func:`seal` writes; raises as it does."""
+    return _start_of(layout, numerics, weights).total
+
+
+def seal(
+    layout: Layout, tokens: str, numerics: str, weights: int, fill: Callable[[memoryview, int], None]
+) -> memoryview:
     """Write a frame.
 
     Args:
-        header: of ``layout``.
         layout: of the body.
-        fill: called with the frame, uint8 and all zeros, and the offset of the body in it; writes the sections.
+        tokens: hash of the sequence.
+        numerics: hash of the arithmetic.
+        weights: version.
+        fill: called with the frame and the offset of the body in it; writes every section.
+
+    Returns:
+        The frame, read-only. Nobody has a view of it that can be written to.
 
     Raises:
-        GuidanceError: the header says something impossible, or the frame is larger than the limits.
+        GuidanceError: the header would say something impossible, or the frame is larger than the limits.
     """
-    problem = header_problem(header, layout)
+    start = _start_of(layout, numerics, weights)
+    problem = _tokens_problem(tokens)
+    if problem is not None:
+        raise GuidanceError(f"the record cannot be framed: {problem}")
+    frame = BLOCKS.take(start.total)
+    frame[: start.body] = b"".join((start.before, tokens.encode(), start.after))
+    fill(frame, start.body)
+    np.frombuffer(frame, np.uint8, offset=start.body)[_gap_bytes(layout)] = 0
+    frame[_CHECKSUM] = _checksum(frame)
+    return frame.toreadonly()
+
+
+class _Start(NamedTuple):
+    """What stands before the body in every frame of a layout, but for the hash of the tokens and the checksum."""
+
+    before: bytes
+    """Up to the hash of the tokens."""
+    after: bytes
+    """From there to the body."""
+    body: int
+    """Offset of the body."""
+    total: int
+    """Bytes of the frame."""
+
+
+@lru_cache(maxsize=128)
+def _start_of(layout: Layout, numerics: str, weights: int) -> _Start:
+    """Made once for frames of equal length; raises :class:`GuidanceError` if no such frame can be written."""
+    header = header_of(layout, _NO_TOKENS, numerics, weights)
     raw = encode_header(header)
-    start = align(PROLOGUE + len(raw))
-    total = start + layout.size
+    body = align(PROLOGUE + len(raw))
+    total = body + layout.size
+    problem = header_problem(header, layout)
     if problem is None and (len(raw) > LIMITS.header_bytes or total > LIMITS.total_bytes):
         problem = f"a header of {len(raw)} bytes in {total}, at most {LIMITS.header_bytes} in {LIMITS.total_bytes} fit"
     if problem is not None:
         raise GuidanceError(f"the record cannot be framed: {problem}")
-    # The frame is written where its bytes will stay: BytesIO gives its own away uncopied once nobody else views them.
-    file = BytesIO(bytes(total))
-    with file.getbuffer() as frame:
-        frame[:PROLOGUE] = _PROLOGUE.pack(MAGIC, VERSION, 0, len(raw), total, b"", b"")
-        frame[PROLOGUE : PROLOGUE + len(raw)] = raw
-        fill(torch.frombuffer(frame, dtype=torch.uint8), start)
-        frame[_CHECKSUM] = _checksum(frame)
-    return file.getvalue()
+    # Only the plan stands before the tokens, and no plan contains their placeholder.
+    before, _, after = raw.partition(_NO_TOKENS.encode())
+    before = _PROLOGUE.pack(MAGIC, VERSION, 0, len(raw), total, b"", b"") + before
+    return _Start(before, after + bytes(body - PROLOGUE - len(raw)), body, total)
 
 
 def _checksum(frame: memoryview) -> bytes:
@@ -211,7 +255,7 @@ def _known(header: Header, table: SiteTable) -> Layout | None:
     if len(header.sites) != len(table.shapes) or not 0 <= header.rows <= LIMITS.rows:
         return None
     try:
-        plan = Plan.parse(header.plan)
+        plan, _ = _read_plan(header.plan)
     except ConfigError:
         return None
     layout = layout_of(plan, table, header.rows, _route_shape(header))
@@ -253,9 +297,9 @@ def _check_places(frame: memoryview, header: Header, layout: Layout, length: int
         raise GuidanceCorrupt(f"{label} has {len(frame)} bytes, its header describes {start + layout.size}")
     if (header.valid, header.routes, header.sites) != (layout.valid, layout.routes, layout.sites):
         raise GuidanceCorrupt(f"{label}: the places of its sections are not those that its shapes give")
-    gaps = [(PROLOGUE + length, start), *((start + a, start + b) for a, b in layout.gaps)]
     body = np.frombuffer(frame, np.uint8, offset=start)
     if any(frame[PROLOGUE + length : start]) or body[_gap_bytes(layout)].any():
+        gaps = [(PROLOGUE + length, start), *((start + a, start + b) for a, b in layout.gaps)]
         a, b = next((a, b) for a, b in gaps if any(frame[a:b]))
         raise GuidanceCorrupt(f"{label}: bytes {a} to {b} lie between sections and are not zero")
 
@@ -263,7 +307,9 @@ def _check_places(frame: memoryview, header: Header, layout: Layout, length: int
 @lru_cache(maxsize=128)
 def _gap_bytes(layout: Layout) -> np.ndarray:
     """Every byte of the body that lies between two sections, int64."""
-    return np.concatenate([np.arange(a, b) for a, b in layout.gaps] or [np.empty(0, np.int64)])
+    starts, stops = np.array(layout.gaps, np.int64).reshape(-1, 2).T
+    lengths = stops - starts
+    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
 
 
 def _foreign(head: bytes) -> str:

@@ -19,14 +19,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from tracefp4.core import Kind, Site, SiteShape
-from tracefp4.guidance.codec import CHECK_BYTES, chunks, scale_bytes
+from tracefp4.guidance.codec import CHECK_BYTES, CHUNK, chunks, scale_bytes
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import record_bytes
 
@@ -54,7 +55,7 @@ Section = tuple[int, int]
 """Offset from the start of the body, and length, in bytes."""
 
 
-class SiteEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SiteEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One site: its shape, and where its parts lie."""
 
     layer: int
@@ -87,9 +88,6 @@ class RoutesEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         """Bytes of one expert id."""
         return 1 if self.dtype == "uint8" else 2
 
-
-RowBytes = tuple[tuple[int, ...], ...]
-"""Codes, block scales and global scales in bytes a row, for each site."""
 
 RouteShape = tuple[Literal["uint8", "int16"], int, int]
 """Dtype, MoE layers and top-k of expert routes."""
@@ -128,7 +126,13 @@ class SiteTable:
 
 def table_of(shapes: Sequence[SiteShape]) -> SiteTable:
     """The table of a model's sites, in any order: the same object for the same sites in the same order."""
-    return _kept_table(tuple(shapes))
+    global _newest
+    given, table = _newest
+    if given is not shapes:  # else it was asked for the same tuple again, and its hundred sites need no comparing
+        table = _kept_table(tuple(shapes))
+        if isinstance(shapes, tuple):
+            _newest = shapes, table
+    return table
 
 
 def make_table(shapes: Sequence[SiteShape]) -> SiteTable:
@@ -206,50 +210,138 @@ class Layout:
         )
 
 
+class Strip(NamedTuple):
+    """One part of a run in the body of a frame, as bytes: those of ``sites`` sites, at equal distances."""
+
+    sites: int
+    start: int
+    """Offset in the body of the first site's."""
+    step: int
+    """Bytes from a site's to the next site's."""
+    length: int
+    """Bytes of each site's."""
+    tokens: int
+    """Tokens of an entry: 16 of a check, else 1."""
+
+    def view(self, memory: memoryview | np.ndarray, body: int, skip: int, length: int) -> np.ndarray:
+        """Bytes ``skip`` to ``skip + length`` of each site's, ``(sites, length)``; the body starts at ``body``."""
+        return np.ndarray((self.sites, length), np.uint8, memory, body + self.start + skip, (self.step, 1))
+
+
+@lru_cache(maxsize=128)
+def strips(layout: Layout) -> tuple[Strip, ...]:
+    """Every part of every run: the same number in the same order for all layouts of a plan and a table."""
+    found = []
+    for run in layout.table.runs:
+        entry = layout.sites[run.sites[0]]
+        step = layout.sites[run.second].codes[0] - entry.codes[0]
+        sections = (entry.codes, entry.block_scales, entry.global_scales, entry.checks)
+        for section, tokens in zip(sections, (1, 1, 1, CHUNK), strict=True):
+            if section is not None:
+                found.append(Strip(len(run.sites), section[0], step, section[1], tokens))
+    return tuple(found)
+
+
+def copy_rows(source: Layout, data: np.ndarray, first: int, target: Layout, frame: memoryview, body: int) -> None:
+    """Copy the sections of all sites from rows of one body to another, one strided copy for each part of each run.
+
+    Args:
+        source: where rows lie in ``data``, uint8 ``(source.size,)``.
+        data: bytes of a body.
+        first: the first row that is copied, a multiple of 16.
+        target: same plan and table; all its rows are written.
+        frame: writable.
+        body: where the body starts in ``frame``.
+    """
+    for a, b in zip(strips(source), strips(target), strict=True):
+        if b.length:
+            entry = a.length // -(-source.rows // a.tokens)
+            b.view(frame, body, 0, b.length)[...] = a.view(data, 0, first // a.tokens * entry, b.length)
+
+
+_Dims = tuple[int, str, int, int, int, bool]
+_Sections = tuple[Section, Section, Section | None, Section | None]
+
+
+class _Fixed(NamedTuple):
+    """What the layouts of a plan and a table share, whatever their rows."""
+
+    dims: tuple[_Dims, ...]
+    """First six fields of each site's entry."""
+    row_bytes: tuple[tuple[int, int, int | None], ...]
+    """Codes, block scales and global scales (``None`` without) in bytes a row, for each site."""
+    problem: str | None
+
+
 @lru_cache(maxsize=128)
 def layout_of(plan: Plan, table: SiteTable, rows: int, routes: RouteShape | None) -> Layout:
     """The layout of a body, kept for the next one of the same kind."""
-    return make_layout(plan, table, rows, routes, _kept_row_bytes(plan, table))
+    return make_layout(plan, table, rows, routes, _kept_fixed(plan, table))
 
 
 def make_layout(
-    plan: Plan, table: SiteTable, rows: int, routes: RouteShape | None, row_bytes: RowBytes | None = None
+    plan: Plan, table: SiteTable, rows: int, routes: RouteShape | None, fixed: _Fixed | None = None
 ) -> Layout:
     """The layout of a body: sections in order, each aligned.
 
     Nothing is allocated by ``rows``, so it may be any number that a frame claims.
     """
-    end = 0
-    gaps: list[Section] = []
-
-    def place(length: int) -> Section:
-        nonlocal end
+    fixed = fixed or _fixed(plan, table)
+    checks = chunks(rows) * CHECK_BYTES if plan.scale_bits != 8 else None
+    route_bytes = None
+    if routes is not None:
+        route_bytes = rows * routes[1] * routes[2] * (1 if routes[0] == "uint8" else 2)
+    (valid, route_section), gaps, end = _place((-(-rows // 8), route_bytes))
+    entry = None if routes is None else RoutesEntry(*routes, cast(Section, route_section))
+    blocks: dict[object, tuple[list[Section | None], list[Section], int]] = {}
+    sites = []
+    for dims, row_bytes in zip(fixed.dims, fixed.row_bytes, strict=True):
+        if row_bytes not in blocks:
+            blocks[row_bytes] = _place((*(None if n is None else rows * n for n in row_bytes), checks))
+        sections, within, length = blocks[row_bytes]
         start = align(end)
         if start != end:
             gaps.append((end, start))
+        gaps += [(start + a, start + b) for a, b in within]
+        own = cast(_Sections, tuple(None if s is None else (start + s[0], s[1]) for s in sections))
+        sites.append(SiteEntry(*dims, *own))
         end = start + length
-        return start, length
-
-    valid = place(-(-rows // 8))
-    entry = None
-    if routes is not None:
-        dtype, layers, top_k = routes
-        entry = RoutesEntry(dtype, layers, top_k, place(rows * layers * top_k * (1 if dtype == "uint8" else 2)))
-    sites = []
-    for shape, (codes, scales, wide) in zip(table.shapes, row_bytes or _row_bytes(plan, table), strict=True):
-        dims = (shape.site.layer, shape.site.kind.value, shape.vectors, shape.width, shape.block, shape.token_scale)
-        parts = place(rows * codes), place(rows * scales), place(rows * wide) if shape.token_scale else None
-        sites.append(SiteEntry(*dims, *parts, place(chunks(rows) * CHECK_BYTES) if plan.scale_bits != 8 else None))
-    entries = tuple(sites)
-    return Layout(plan, table, rows, valid, entry, entries, end, tuple(gaps), sites_problem(entries, plan))
+    return Layout(plan, table, rows, cast(Section, valid), entry, tuple(sites), end, tuple(gaps), fixed.problem)
 
 
-def _row_bytes(plan: Plan, table: SiteTable) -> RowBytes:
-    return tuple(tuple(record_bytes(shape, plan.bits, plan.scale_bits).values()) for shape in table.shapes)
+def _place(lengths: Sequence[int | None]) -> tuple[list[Section | None], list[Section], int]:
+    """Sections of these lengths one after the other, each aligned; the gaps between them, and the end."""
+    sections: list[Section | None] = []
+    gaps: list[Section] = []
+    end = 0
+    for length in lengths:
+        if length is None:
+            sections.append(None)
+            continue
+        start = align(end)
+        if start != end:
+            gaps.append((end, start))
+        sections.append((start, length))
+        end = start + length
+    return sections, gaps, end
+
+
+def _fixed(plan: Plan, table: SiteTable) -> _Fixed:
+    dims: list[_Dims] = []
+    row_bytes: list[tuple[int, int, int | None]] = []
+    for shape in table.shapes:
+        codes, scales, wide = record_bytes(shape, plan.bits, plan.scale_bits).values()
+        dims.append(
+            (shape.site.layer, shape.site.kind.value, shape.vectors, shape.width, shape.block, shape.token_scale)
+        )
+        row_bytes.append((codes, scales, wide if shape.token_scale else None))
+    nowhere = tuple(SiteEntry(*own, (0, 0), (0, 0), None, None) for own in dims)
+    return _Fixed(tuple(dims), tuple(row_bytes), sites_problem(nowhere, plan))
 
 
 _kept_table = lru_cache(maxsize=32)(make_table)
-_kept_row_bytes = lru_cache(maxsize=64)(_row_bytes)
+_kept_fixed = lru_cache(maxsize=64)(_fixed)
+_newest: tuple[Sequence[SiteShape], SiteTable] = ((), _kept_table(()))
 
 
 def sites_problem(sites: Sequence[SiteEntry], plan: Plan) -> str | None:

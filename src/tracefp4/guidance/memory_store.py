@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from tracefp4.core import Handle
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
 from tracefp4.guidance.store import Data, Pending, check_key
+from tracefp4.guidance.workers import side_by_side
 
 
 class MemoryStore:
     """A :class:`~tracefp4.guidance.store.Store` in this process, safe to use from several threads.
 
-    ``bytes`` are kept as they are; anything that its owner could still change is copied.
+    ``bytes`` are kept as they are, and so are read-only views that an engine hands over; anything that its owner could
+    still change is copied.
 
     Args:
         name: what handles carry.
@@ -21,7 +24,7 @@ class MemoryStore:
 
     def __init__(self, name: str = "memory", max_bytes: int | None = None) -> None:
         self._name, self._max_bytes = name, max_bytes
-        self._frames: dict[str, bytes] = {}
+        self._frames: dict[str, bytes | memoryview] = {}
         self._nbytes = 0
         self._open = True
         self._lock = threading.Lock()
@@ -38,8 +41,20 @@ class MemoryStore:
 
     def put(self, key: str, data: Data) -> Handle:
         """Keep ``data`` under ``key``; see :meth:`Store.put <tracefp4.guidance.store.Store.put>`."""
+        return self._put(key, data if isinstance(data, bytes) else bytes(data))
+
+    def keep(self, key: str, frame: Pending) -> Handle:
+        """Take a frame from its engine at once, and keep it."""
+        return self._put(key, _own(frame.take()))
+
+    def keep_all(self, frames: Sequence[tuple[str, Pending]]) -> list[Handle]:
+        """Take frames side by side, and keep them in this order."""
+        taken = side_by_side([frame.take for _, frame in frames])
+        return [self._put(key, _own(data)) for (key, _), data in zip(frames, taken, strict=True)]
+
+    def _put(self, key: str, frame: bytes | memoryview) -> Handle:
+        """Keep what nobody can change."""
         check_key(key)
-        frame = data if isinstance(data, bytes) else bytes(data)
         if not frame:
             raise GuidanceError(f"no bytes to keep under {key!r}")
         with self._lock:
@@ -52,10 +67,6 @@ class MemoryStore:
                 self._frames[key] = frame
                 self._nbytes += len(frame)
         return Handle(self._name, key, len(frame))
-
-    def keep(self, key: str, frame: Pending) -> Handle:
-        """Take a frame from its engine at once, and keep it."""
-        return self.put(key, frame.take())
 
     def get(self, handle: Handle) -> memoryview:
         """The bytes of a handle; see :meth:`Store.get <tracefp4.guidance.store.Store.get>`."""
@@ -92,7 +103,7 @@ class MemoryStore:
             self._frames.clear()
             self._nbytes, self._open = 0, False
 
-    def _find(self, handle: Handle) -> bytes:
+    def _find(self, handle: Handle) -> bytes | memoryview:
         self._check_open()
         if handle.store != self._name:
             raise GuidanceMissing(f"{handle.key!r} lies in store {handle.store!r}, this is {self._name!r}")
@@ -109,3 +120,10 @@ class MemoryStore:
             raise GuidanceError(
                 f"no room for {size} bytes under {key!r} in {self._name!r}: {self._nbytes} of {self._max_bytes} used"
             )
+
+
+def _own(data: Data) -> bytes | memoryview:
+    """What an engine handed over, as bytes that nobody can change."""
+    if isinstance(data, memoryview) and data.readonly:
+        return data.cast("B")
+    return data if isinstance(data, bytes) else bytes(data)

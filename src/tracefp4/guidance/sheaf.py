@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,8 @@ class Sheaf:
     parts: tuple[Parts, ...]
     """Views of ``data``, one for each run of the table."""
     arrival: torch.Event | None = None
-    """What a host must wait for before it reads ``data``; see :meth:`wait`."""
+    """What a host must wait for before it reads ``data``; see :meth:`arrays`."""
+    _arrays: tuple[np.ndarray, np.ndarray] | None = None
 
     @classmethod
     def new(cls, plan: Plan, table: SiteTable, valid: Tensor) -> Sheaf:
@@ -82,24 +84,25 @@ class Sheaf:
         there.arrival = arrival
         return there
 
-    def wait(self) -> None:
-        """Return when ``data`` has arrived."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
-            self.arrival = None
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """``data`` and ``valid`` of a sheaf on the host; waits until they have arrived."""
+        if self._arrays is None:
+            if self.arrival is not None:
+                self.arrival.synchronize()
+            self._arrays = self.data.numpy(), self.valid.numpy()
+        return self._arrays
 
-    def check_rows(self, start: int, rows: int) -> Tensor:
-        """Validity ``(rows,)`` of a sequence.
+    def check_rows(self, start: int, rows: int) -> None:
+        """Refuse a sequence that is not within the sheaf, or starts within a chunk of the checks.
 
         Raises:
-            GuidanceError: it is not within the sheaf, or starts within a chunk of the checks.
+            GuidanceError: it does.
         """
         if start % CHUNK or not 0 <= start <= start + rows <= self.layout.rows:
             raise GuidanceError(
                 f"a sequence of {rows} rows from {start} on is not in a sheaf of {self.layout.rows} rows, where "
                 f"sequences start at multiples of {CHUNK}"
             )
-        return self.valid[start : start + rows]
 
 
 @lru_cache(maxsize=16)

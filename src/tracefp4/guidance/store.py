@@ -14,7 +14,7 @@ their content. Rules that every store keeps:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,7 +37,7 @@ class Pending:
     nbytes: int
     """Bytes of the frame."""
     take: Callable[[], Data]
-    """Hands the bytes over; the engine keeps nothing of them."""
+    """Hands the bytes over; the engine keeps nothing of them, and never changes them."""
     drop: Callable[[], None]
     """Forgets them where they lie."""
 
@@ -68,6 +68,14 @@ class Store(Protocol):
 
         Raises:
             GuidanceError: as :meth:`put`.
+        """
+        ...
+
+    def keep_all(self, frames: Sequence[tuple[str, Pending]]) -> list[Handle]:
+        """Keep several under their keys, in this order; a store that takes them at once takes them side by side.
+
+        Raises:
+            GuidanceError: as :meth:`put` for the first that cannot be kept. Some of those after it may be kept or not.
         """
         ...
 

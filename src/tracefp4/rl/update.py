@@ -28,6 +28,7 @@ from tracefp4.errors import EngineError, GuidanceMissing
 from tracefp4.guidance.frame import Expectation, decode
 from tracefp4.guidance.record import Record
 from tracefp4.guidance.store import Store
+from tracefp4.guidance.workers import side_by_side
 from tracefp4.rl.centering import centering_term
 from tracefp4.rl.clipping import BYPASS
 from tracefp4.rl.corrections import CorrectionStats, correction_weights
@@ -239,8 +240,11 @@ def _graphs(model: nn.Module, sites: TrainerSites, config: Config, ranks: Ranks)
 
 
 def _micro_batch(group: Sequence[Example], load: Loader | None, device: torch.device) -> MicroBatch:
-    """Read guidance and collate."""
-    return collate([replace(e, record=load(e)) for e in group] if load else group, device)
+    """Read guidance, the frames of a group side by side, and collate."""
+    if load is not None:
+        records = side_by_side([partial(load, example) for example in group])
+        group = [replace(example, record=record) for example, record in zip(group, records, strict=True)]
+    return collate(group, device)
 
 
 class Tally:

@@ -16,13 +16,14 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tracefp4.core import Handle, SiteShape
 from tracefp4.errors import EngineError
 from tracefp4.formats import e2m1
-from tracefp4.guidance.codec import CHUNK, pack_bits
+from tracefp4.guidance.codec import CHUNK, chunks, pack_bits
 from tracefp4.guidance.frame import pending_rows
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import token_hash
@@ -105,43 +106,41 @@ class Harvester:
         return found
 
     def _group(self, sequences: list[Sequence]) -> _Group:
-        slots: list[int] = []
-        expected: list[int] = []
-        starts = []
-        padding = self.pages.padding_page * self.pages.page_size
+        starts, end = [], 0
         for sequence in sequences:
-            rows = sequence.length - 1
-            starts.append(len(slots))
-            slots += self.pages.slots(sequence.pages, 0, rows) + [padding] * (-rows % CHUNK)
-            own = rows - sequence.prefix_length
-            expected += [sequence.prefix_ticket] * sequence.prefix_length + [sequence.ticket] * own
-            expected += [0] * (-rows % CHUNK)
-        return _Group(
-            sequences,
-            starts,
-            torch.tensor(slots, dtype=torch.int64).to(self.device),
-            torch.tensor(expected, dtype=torch.int32).to(self.device),
-        )
+            starts.append(end)
+            end += chunks(sequence.length - 1) * CHUNK
+        page = self.pages.page_size
+        slots = np.full(end, self.pages.padding_page * page, np.int64)
+        expected = np.zeros(end, np.int32)
+        for sequence, start in zip(sequences, starts, strict=True):
+            rows, prefix = sequence.length - 1, sequence.prefix_length
+            own = np.array(sequence.pages)[:, None] * page + np.arange(page)
+            slots[start : start + rows] = own.ravel()[:rows]
+            expected[start : start + prefix] = sequence.prefix_ticket
+            expected[start + prefix : start + rows] = sequence.ticket
+        places = (torch.from_numpy(part).to(self.device) for part in (slots, expected))
+        return _Group(sequences, starts, *places)
 
     def _ship(
         self, group: _Group, routes: Items[Tensor | None], plan: Plan, store: Store, weight_version: int
     ) -> list[Harvested]:
         sheaf = gather(self.capture, self.pool, group.slots, group.expected, plan).cpu()
-        found = []
-        for sequence, start, part, ok in zip(
-            group.sequences, group.starts, routes, _cut(group, sheaf.valid), strict=True
-        ):
+        frames, missing, valid = [], [], sheaf.valid.numpy()
+        for sequence, start in zip(group.sequences, group.starts, strict=True):
+            rows = sequence.length - 1
             frame = pending_rows(
                 sheaf,
                 start,
-                sequence.length - 1,
+                rows,
                 token_hash=token_hash(sequence.tokens),
                 numerics_hash=self.numerics_hash,
                 weight_version=weight_version,
             )
             key = make_key(sequence.request.id, sequence.sample, sequence.arrival, f"v{weight_version}")
-            found.append(Harvested(part, store.keep(key, frame), int((~ok).sum())))
-        return found
+            frames.append((key, frame))
+            missing.append(rows - int(np.count_nonzero(valid[start : start + rows])))
+        return [Harvested(*row) for row in zip(routes, store.keep_all(frames), missing, strict=True)]
 
 
 def gather(capture: Capture, pool: StoredKV | None, slots: Tensor, expected: Tensor, plan: Plan) -> Sheaf:

@@ -3,7 +3,7 @@
 A model of 48 layers has some two hundred sites with two to four tensors each. Moved one by one they cost as many
 allocations and copies as there are tensors, each small. So the padded tensors get their places in one buffer first (an
 *arrangement*), are written there run by run (:mod:`tracefp4.guidance.runs`), a dozen copies a sequence however many
-layers there are, and once the buffer is on the device the sites are views of it::
+layers there are and sequences side by side, and once the buffer is on the device the sites are views of it::
 
     | planes of run 0: sites x B x S rows | scales of run 0 | ... | planes of run 1 | ...   each from a multiple of 64
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from tracefp4.guidance.codec import chunks
 from tracefp4.guidance.layout import Parts, align
 from tracefp4.guidance.record import Record
 from tracefp4.guidance.runs import SiteRuns
+from tracefp4.guidance.workers import side_by_side
 
 _FILL = (0, 0, 1, 0)
 """What padding holds of planes, scales, global scales and checks. Scale bytes of 0 round it to 0; a global scale of 0
@@ -71,8 +73,10 @@ def stack_sites(records: Sequence[Record | None], like: Record, width: int, devi
     first = SiteRuns.of(like.sites)
     places, size = _arrange(first, len(records), width)
     buffer = _host_buffer(size, device)
-    targets = [[None if place is None else place.view(buffer) for place in group] for group in places]
-    for b, record in enumerate(records):
+    # Arrays, because PyTorch would give each of our threads threads of its own.
+    targets = [[None if place is None else place.view(buffer).numpy() for place in group] for group in places]
+
+    def write(b: int, record: Record | None) -> None:
         runs = None if record is None else SiteRuns.of(record.sites)
         if runs is not None and runs.table.shapes != first.table.shapes:
             raise GuidanceMismatch(f"sequence {b} of the micro-batch has guidance of other sites than another one")
@@ -81,16 +85,17 @@ def stack_sites(records: Sequence[Record | None], like: Record, width: int, devi
             for target, part, fill in zip(group, parts, _FILL, strict=True):
                 if target is not None:
                     _write(target[:, b], part, fill)
+
+    side_by_side([partial(write, b, record) for b, record in enumerate(records)])
     return _sites(first, places, buffer.to(device, non_blocking=True))
 
 
-def _write(target: Tensor, part: Tensor | None, fill: int) -> None:
+def _write(target: np.ndarray, part: Tensor | None, fill: int) -> None:
     """Write a sequence's part ``(sites, entries, ...)`` and padding after it."""
     count = 0 if part is None else part.shape[1]
     if part is not None:
-        target[:, :count].copy_(part)
-    if count < target.shape[1]:
-        target[:, count:].fill_(fill)
+        target[:, :count] = part.cpu().numpy()
+    target[:, count:] = fill
 
 
 def _sites(runs: SiteRuns, places: Sequence[Sequence[_Place | None]], buffer: Tensor) -> SiteRuns:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class Folder:
         """What the engine's store writes to."""
         self.frames.mkdir(mode=0o700)
         self._store: FileStore | None = None
+        self._lock = threading.Lock()
 
     def take(self, handle: Handle) -> memoryview:
         """Map the bytes of a handle and remove its file.
@@ -49,8 +51,9 @@ class Folder:
             GuidanceMissing: it is not there.
             GuidanceCorrupt: another number of bytes.
         """
-        if self._store is None:
-            self._store = FileStore(self.frames, read_only=True)
+        with self._lock:  # several frames may be taken at once
+            if self._store is None:
+                self._store = FileStore(self.frames, read_only=True)
         data = self._store.get(handle)
         (self.frames / (handle.key + SUFFIX)).unlink()
         return data

@@ -27,7 +27,7 @@ from tracefp4.core import Handle, Kind, Site
 from tracefp4.errors import EngineError
 from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.spec import Spec
-from tracefp4.guidance.frame import encode_rows
+from tracefp4.guidance.frame import pending_rows
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import token_hash
 from tracefp4.guidance.rounding import Rounding, round_nearest
@@ -95,7 +95,7 @@ class Shipping:
             return Collected(routes, None, count, 0)
         expected = tickets(self.epoch, torch.arange(count), torch.tensor(tokens[:count]))
         sheaf = gather(rows, pool, slots, expected, self.plan)
-        frame = encode_rows(
+        frame = pending_rows(
             sheaf,
             0,
             count,
@@ -103,7 +103,7 @@ class Shipping:
             numerics_hash=self.spec.hash,
             weight_version=self.version,
         )
-        return Collected(routes, self.store.put(key, frame), count, int((~sheaf.valid).sum()))
+        return Collected(routes, self.store.keep(key, frame), count, int((~sheaf.valid).sum()))
 
 
 class Recorder:
