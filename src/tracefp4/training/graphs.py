@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,7 +195,7 @@ class DecoderGraphs:
         device, sites = embeds.device, self._sites
         program = _Program(
             embeds=torch.zeros(shape, dtype=embeds.dtype, device=device).requires_grad_(),
-            guidance=None if guidance is None else _room_for_guidance(guidance, size, embeds.shape[:2]),
+            guidance=None if guidance is None else _room_for_guidance(guidance, size),
             routes=None if routes is None else _room_for_routes(routes, size[0] * size[1]),
             weights=0,
             addresses=tuple(p.data_ptr() for p in self._params),
@@ -235,6 +235,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, graphs: DecoderGraphs, program: _Program, embeds: Tensor, *params: Tensor) -> Tensor:
+        """Hidden states of the attached micro-batch; ``params`` only receive gradients."""
         graphs.load(program, embeds)
         program.forward()
         graphs.replayed(program)
@@ -244,6 +245,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the embeddings and of the parameters."""
         program, (batch, rows) = ctx.program, ctx.size
         if ctx.run != program.runs:
             raise TrainingError("a micro-batch was begun before the backward pass of the one before it")
@@ -306,8 +308,8 @@ def _room_for_routes(routes: Routes, rows: int) -> Routes:
     return Routes(routes.experts.new_zeros(layers, rows, top_k), known)
 
 
-def _room_for_guidance(guidance: GuidedRows, size: tuple[int, int], own: Sequence[int]) -> GuidedRows:
-    """Tensors for guidance of ``size``, like that of a batch of size ``own``."""
+def _room_for_guidance(guidance: GuidedRows, size: tuple[int, int]) -> GuidedRows:
+    """Tensors for guidance of a micro-batch of ``size`` with the same sites."""
     batch, width = size
     runs = SiteRuns.of(guidance.sites)
     parts = []
