@@ -4,14 +4,14 @@ import pathlib
 
 import pytest
 
-from tracefp4 import config
+from tracefp4 import config, config_text
 from tracefp4.errors import ConfigError
 
 
 def test_resolved_config_reads_back_equal(tmp_path):
     tree = config.load(None, ['task.options={min_terms=2, \'x-y\'=[1, 2.5], text="a\\"b"}', "steps=7", "eval.items=3"])
     path = tmp_path / "config.toml"
-    path.write_text(config.to_toml(tree))
+    path.write_text(config_text.to_toml(tree))
     assert config.load(path) == tree
 
 
@@ -47,4 +47,6 @@ def test_missing_and_broken_files(tmp_path):
 
 def test_reference_page_is_up_to_date():
     page = pathlib.Path(__file__).parent.parent / "docs" / "configuration.md"
-    assert page.read_text(encoding="utf-8") == config.reference(), "write config.reference() to docs/configuration.md"
+    assert page.read_text(encoding="utf-8") == config_text.reference(), (
+        "write config_text.reference() to docs/configuration.md"
+    )

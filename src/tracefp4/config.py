@@ -6,7 +6,6 @@ nearest valid name. The resolved tree is written beside the results, so a run ca
 
 from __future__ import annotations
 
-import json
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -164,6 +163,8 @@ class OptimizerConfig(_Table):
     """Learning rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
     """Linear warm-up."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up; ``linear`` and ``cosine`` fall to 0 over ``steps`` RL steps."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """First moment decay."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -279,6 +280,11 @@ class Config(_Table):
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of a run in which every step trains something."""
+        return self.steps * self.train.minibatches
+
 
 def load(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """Read a TOML file and apply overrides.
@@ -310,16 +316,6 @@ def parse(tree: dict[str, Any]) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(_sentence(error)) from error
-
-
-def to_toml(config: Config) -> str:
-    """Write the resolved configuration as TOML that :func:`load` reads back to an equal tree."""
-    data = config.model_dump(mode="json")
-    lines = [f"{key} = {_toml(value)}" for key, value in data.items() if not isinstance(value, dict)]
-    for key, value in data.items():
-        if isinstance(value, dict):
-            lines += ["", f"[{key}]"] + [f"{name} = {_toml(item)}" for name, item in value.items()]
-    return "\n".join(lines) + "\n"
 
 
 def _override(tree: dict[str, Any], item: str) -> None:
@@ -357,44 +353,3 @@ def _fields(path: list[str]) -> list[str]:
             return []
         model = annotation
     return list(model.model_fields)
-
-
-def _toml(value: Any) -> str:
-    # JSON scalars and arrays are valid TOML; only mappings differ.
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(str(k))} = {_toml(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
-
-
-def reference() -> str:
-    """All keys as Markdown: name, type, default, meaning. ``docs/configuration.md`` is this text."""
-    lines = [
-        "# Configuration",
-        "",
-        "A run is one TOML file. Every key, its type, its default and its meaning; unknown keys are refused.",
-        "`--set a.b=value` on the command line overrides a key. "
-        "`tracefp4 train CONFIG --dry-run` prints the resolved file.",
-        "",
-        *_reference(Config, ""),
-    ]
-    for name, field in Config.model_fields.items():
-        table = field.annotation
-        if isinstance(table, type) and issubclass(table, BaseModel):
-            lines += ["", f"## `[{name}]`", "", (table.__doc__ or "").strip(), "", *_reference(table, f"{name}.")]
-    return "\n".join(lines) + "\n"
-
-
-def _reference(model: type[BaseModel], prefix: str) -> list[str]:
-    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, field in model.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            continue
-        default = field.get_default(call_default_factory=True)
-        text = str(kind).replace("typing.", "") if not isinstance(kind, type) else kind.__name__
-        text = text.replace("|", "\\|")
-        meaning = (field.description or "").replace("\n", " ")
-        rows.append(f"| `{prefix}{name}` | {text} | `{_toml(default)}` | {meaning} |")
-    return rows

@@ -47,9 +47,9 @@ def gradients(run: Run, samples: int, ranks: Ranks) -> tuple[dict[str, torch.Ten
     chosen = experience.examples[:samples]
     source, read = run._loader(rollouts), []
 
-    def load(example):
-        read.append(example.index)
-        return source(example)
+    def load(examples):
+        read.extend(example.index for example in examples)
+        return source(examples)
 
     seen: dict[str, torch.Tensor] = {}
     step = run.optimizer.step

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tracefp4.config import LossConfig, parse, to_toml
+from tracefp4.config import LossConfig, parse
+from tracefp4.config_text import to_toml
 from tracefp4.rl.losses import Denominators, policy_loss
 
 

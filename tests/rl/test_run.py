@@ -415,17 +415,17 @@ def test_stale_absent_and_otherwise_shaped_guidance_is_refused(make_run: MakeRun
     rollouts, experience = _experience(run)
     example = experience.examples[0]
     load = run._loader(rollouts)
-    assert load is not None and load(example).rows == example.rows
+    assert load is not None and load([example])[0].rows == example.rows
     with pytest.raises(GuidanceMismatch, match="expected nothing"):
-        dataclasses.replace(load, expect=dataclasses.replace(load.expect, shapes=run.guided_shapes[1:]))(example)
+        dataclasses.replace(load, expect=dataclasses.replace(load.expect, shapes=run.guided_shapes[1:]))([example])
     run.version += 1
     stale = run._loader(rollouts)
     assert stale is not None
     with pytest.raises(GuidanceStale):
-        stale(example)
+        stale([example])
     rollouts[example.index] = dataclasses.replace(rollouts[example.index], guidance=None)
     with pytest.raises(GuidanceMissing, match="no guidance handle"):
-        load(example)
+        load([example])
 
 
 def test_too_little_coverage_stops_before_the_update(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,9 +434,9 @@ def test_too_little_coverage_stops_before_the_update(make_run: MakeRun, monkeypa
     source = run._loader(rollouts)
     assert source is not None
 
-    def half(example: Any) -> Any:
-        record = source(example)
-        return dataclasses.replace(record, valid=torch.arange(record.rows) % 2 == 0)
+    def half(examples: Any) -> Any:
+        records = source(examples)
+        return [dataclasses.replace(record, valid=torch.arange(record.rows) % 2 == 0) for record in records]
 
     before = [p.clone() for p in run.model.parameters()]
     with pytest.raises(GuidanceMissing, match="less than train.min_coverage = 0.99"):

@@ -10,11 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-from tracefp4.config import WarmStartConfig
+from tracefp4.config import OptimizerConfig, WarmStartConfig
 from tracefp4.errors import CheckpointError
+from tracefp4.formats.spec import get_spec
+from tracefp4.models.binding import bound
+from tracefp4.models.layout import describe
 from tracefp4.models.tiny import tiny_model
 from tracefp4.rl import warm_start as module
 from tracefp4.rl.warm_start import LoadBalance, warm_start
+from tracefp4.training.batch import Example
+from tracefp4.training.graphs import DecoderGraphs
+from tracefp4.training.optimizer import MasterAdamW
+from tracefp4.training.sites import TrainerSites
 
 CONFIG = WarmStartConfig(steps=3, batch_size=4, lr=1e-3, router_aux=0.1)
 
@@ -205,3 +212,29 @@ def test_padding_does_not_count_and_routers_are_averaged() -> None:
     real = torch.tensor([[True, True], [False, False]])
     assert _loss([balanced], real, 4) == pytest.approx(1.0)
     assert _loss([balanced, collapsed], real, 4) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("router_aux", [0.0, 20.0])
+def test_gradients_of_a_captured_start(router_aux: float, rerun: Any) -> None:
+    """With and without a router loss, which comes out of the graph as well."""
+    model = tiny_model("qwen3_moe")
+    layout = describe(model)
+    sites = TrainerSites(layout, get_spec("bf16"))
+    balance = LoadBalance(model, layout.routers.values(), layout.num_experts) if router_aux else None
+    examples = [Example(prompt + completion, len(prompt), index=i) for i, (prompt, completion) in enumerate(_pairs(0))]
+    found = []
+    with bound(model, sites):
+        for graphs in (None, *2 * (DecoderGraphs(model, sites, 128, rerun, balance),)):
+            optimizer = MasterAdamW(model.named_parameters(), OptimizerConfig())
+            tuning = module._FineTuning(model, sites, optimizer, 128, router_aux, balance, graphs)
+            loss = tuning.backward(examples)
+            assert graphs is None or (graphs.beside is None) == (balance is None)
+            found.append((loss, optimizer.gradients()))
+    (loss, gradients), *others = found
+    routers = {f"{name}.weight" for name in layout.routers.values()}
+    assert routers <= gradients.keys()
+    for other, theirs in others:
+        assert other == pytest.approx(loss, abs=1e-2)
+        assert theirs.keys() == gradients.keys()
+        for name, grad in gradients.items():
+            assert (theirs[name] - grad).norm() <= 3e-2 * grad.norm() + 1e-5, name

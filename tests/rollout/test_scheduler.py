@@ -87,6 +87,32 @@ def test_admission_is_first_come_first_served(layouts):
     assert [p.members[0].request.id for p in scheduler.waiting] == ["huge", "small"]
 
 
+def test_sequences_that_wait_are_admitted_several_at_a_time(layouts):
+    scheduler = build(layouts["qwen3_moe"], pages=400, batch=16, chunk=64)
+    for i in range(60):
+        scheduler.add(members(f"r{i}", i, 3, new=3 + i % 7))
+    ended, admitted = [], []
+    while scheduler.busy:
+        told, waited = scheduler.has_prefill, len(scheduler.waiting)
+        ended += step(scheduler)
+        admitted.append(waited - len(scheduler.waiting))
+        assert told or not admitted[-1]
+        assert admitted[-1] != 1 or waited == 1  # an eighth of the batch, or all that wait
+        check_accounting(scheduler)
+    assert len(ended) == 60 and sum(admitted) == 60 and max(admitted) == 16
+
+
+def test_few_that_wait_do_not_wait_for_more_places_than_they_need(layouts):
+    scheduler = build(layouts["qwen3_moe"], pages=400, batch=16, chunk=64)
+    for i in range(15):
+        scheduler.add(members(f"r{i}", i, 3, new=5))
+    step(scheduler)
+    scheduler.add(members("late", 99, 3, new=5))
+    assert scheduler.has_prefill
+    step(scheduler)
+    assert len(scheduler.running) == 16 and not scheduler.waiting
+
+
 def test_samples_share_full_pages_and_copy_the_last(layouts):
     scheduler = build(layouts["qwen3_next"])
     scheduler.add(members("a", 0, 6, samples=3))

@@ -149,12 +149,12 @@ def test_what_has_to_run_step_by_step(case, capture):
     with bound(case.model, sites):
         graphs = DecoderGraphs(case.model, sites, 256, capture)
         with sites.batch(batch), torch.no_grad():
-            assert graphs.hidden(batch.input_ids) is None
+            assert graphs.hidden(batch.input_ids, batch.real) is None
         with sites.batch(batch, observer=Observer()):
-            assert graphs.hidden(batch.input_ids) is None
+            assert graphs.hidden(batch.input_ids, batch.real) is None
         small = DecoderGraphs(case.model, sites, 64, capture)
         with sites.batch(batch):
-            assert small.hidden(batch.input_ids) is None
+            assert small.hidden(batch.input_ids, batch.real) is None
 
 
 def test_a_second_forward_before_the_backward_is_refused(case, capture):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tracefp4.config import OptimizerConfig
-from tracefp4.errors import CheckpointError, NonFiniteError
+from tracefp4.errors import CheckpointError, ConfigError, NonFiniteError
 from tracefp4.training.optimizer import MasterAdamW
 
 
@@ -69,6 +69,31 @@ def test_gradients_of_micro_batches_add_up_in_fp32():
     assert optimizer.gradients()["weight"].item() == 1.5
     assert optimizer.step() == 1.5
     assert not optimizer.gradients()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_learning_rate_of_a_run(schedule, expected):
+    layer = torch.nn.Linear(2, 2)
+    optimizer = MasterAdamW(layer.named_parameters(), OptimizerConfig(lr=1.0, warmup_steps=2, schedule=schedule), 6)
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.learning_rate())
+        layer(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert rates == pytest.approx(expected, abs=1e-5)
+    assert optimizer.learning_rate() == (1.0 if schedule == "constant" else pytest.approx(0.0))
+
+
+def test_a_falling_rate_needs_an_end():
+    with pytest.raises(ConfigError, match="optimizer.schedule = 'linear' needs to know how many optimizer steps"):
+        MasterAdamW(torch.nn.Linear(2, 2).named_parameters(), OptimizerConfig(schedule="linear"))
 
 
 def test_state_restores_exactly_and_refuses_foreign_shapes():

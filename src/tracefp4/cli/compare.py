@@ -130,7 +130,7 @@ def _check(config: Path, shared: list[str], arms: Sequence[Arm]) -> None:
 
 def _claim(target: Path, tree: Config) -> None:
     """Keep the shared configuration in the folder; refuse a folder of another one."""
-    from tracefp4.config import to_toml
+    from tracefp4.config_text import to_toml
 
     text, file = to_toml(tree), target / "config.toml"
     if file.is_file() and file.read_text(encoding="utf-8") != text:

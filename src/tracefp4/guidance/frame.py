@@ -157,7 +157,11 @@ def _write_ends(body: Tensor, layout: Layout, valid: Tensor, routes: Tensor | No
 
 
 def decode(
-    buffer: bytes | bytearray | memoryview, expect: Expectation | None = None, *, label: str = "guidance frame"
+    buffer: bytes | bytearray | memoryview,
+    expect: Expectation | None = None,
+    *,
+    label: str = "guidance frame",
+    checksum: bytes | None = None,
 ) -> Record:
     """Read a frame.
 
@@ -165,6 +169,7 @@ def decode(
         buffer: the whole frame and nothing else; also a mapped file.
         expect: what it must agree with; ``None`` for a frame by itself.
         label: what messages call it, such as the sample's name.
+        checksum: what :func:`tracefp4.guidance.header.checksum_of` says of the frame, if it was asked already.
 
     Returns:
         a record on the CPU whose tensors share the memory of ``buffer``: they are to be read, not written.
@@ -176,7 +181,7 @@ def decode(
     """
     frame = _bytes_of(buffer, label)
     table = None if expect is None or expect.shapes is None else table_of(expect.shapes)
-    header, layout, start = open_frame(frame, label, table)
+    header, layout, start = open_frame(frame, label, table, checksum)
     if expect is not None:
         check_expectation(header, layout.table.shapes, expect, label, same_sites=layout.table is table)
     whole = _tensor_of(frame)

@@ -166,7 +166,7 @@ def seal(
     frame[: start.body] = b"".join((start.before, tokens.encode(), start.after))
     fill(frame, start.body)
     np.frombuffer(frame, np.uint8, offset=start.body)[_gap_bytes(layout)] = 0
-    frame[_CHECKSUM] = _checksum(frame)
+    frame[_CHECKSUM] = checksum_of(frame)
     return frame.toreadonly()
 
 
@@ -201,14 +201,16 @@ def _start_of(layout: Layout, numerics: str, weights: int) -> _Start:
     return _Start(before, after + bytes(body - PROLOGUE - len(raw)), body, total)
 
 
-def _checksum(frame: memoryview) -> bytes:
-    """XXH3, 128 bits, of everything but itself."""
+def checksum_of(frame: memoryview) -> bytes:
+    """XXH3, 128 bits, of everything in a frame but itself; Python lets other threads run meanwhile."""
     checksum = xxhash.xxh3_128(frame[: _CHECKSUM.start])
     checksum.update(frame[_CHECKSUM.stop :])
     return checksum.digest()
 
 
-def open_frame(frame: memoryview, label: str, table: SiteTable | None = None) -> tuple[Header, Layout, int]:
+def open_frame(
+    frame: memoryview, label: str, table: SiteTable | None = None, checksum: bytes | None = None
+) -> tuple[Header, Layout, int]:
     """Check a frame as a whole and read its header.
 
     Args:
@@ -216,6 +218,7 @@ def open_frame(frame: memoryview, label: str, table: SiteTable | None = None) ->
         label: what messages call it.
         table: the sites that it should have. It may have others; if it has these, their places are known already and
             need only be compared.
+        checksum: what :func:`checksum_of` says of it, if it was asked already.
 
     Returns:
         the header, the layout of the body, and the offset of the body.
@@ -224,7 +227,7 @@ def open_frame(frame: memoryview, label: str, table: SiteTable | None = None) ->
         GuidanceCorrupt: the frame is not whole, not ours, or says something impossible.
         GuidanceMismatch: a sound frame of another version.
     """
-    length = _check_prologue(frame, label)
+    length = _check_prologue(frame, label, checksum)
     version = int.from_bytes(frame[8:10], "little")
     if version != VERSION:
         raise GuidanceMismatch(f"{label} has version {version}, this reader knows version {VERSION}")
@@ -267,14 +270,14 @@ def _route_shape(header: Header) -> RouteShape | None:
     return None if routes is None else (routes.dtype, routes.layers, routes.top_k)
 
 
-def _check_prologue(frame: memoryview, label: str) -> int:
+def _check_prologue(frame: memoryview, label: str, checksum: bytes | None) -> int:
     """Everything that can be known without the header; returns the header's length."""
     size = len(frame)
     if size < PROLOGUE or frame[:8] != MAGIC:
         cut = size and frame[:8] == MAGIC[:size]
         what = f"cut off after {size} bytes" if cut else _foreign(bytes(frame[:8]))
         raise GuidanceCorrupt(f"{label} of {size} bytes is {what}; a frame has at least {PROLOGUE} bytes")
-    _, _, reserved, length, total, checksum, rest = _PROLOGUE.unpack_from(frame)
+    _, _, reserved, length, total, said, rest = _PROLOGUE.unpack_from(frame)
     if total != size:
         raise GuidanceCorrupt(f"{label} has {size} bytes and says that it has {total}")
     if total > LIMITS.total_bytes or length > LIMITS.header_bytes or PROLOGUE + length > total:
@@ -282,9 +285,9 @@ def _check_prologue(frame: memoryview, label: str) -> int:
             f"{label} has a header of {length} bytes in {total}; at most {LIMITS.header_bytes} in {LIMITS.total_bytes} "
             "are accepted"
         )
-    found = _checksum(frame)
-    if found != checksum:
-        raise GuidanceCorrupt(f"{label} was altered: its checksum is {found.hex()}, it says {checksum.hex()}")
+    found = checksum_of(frame) if checksum is None else checksum
+    if found != said:
+        raise GuidanceCorrupt(f"{label} was altered: its checksum is {found.hex()}, it says {said.hex()}")
     if reserved or any(rest):
         raise GuidanceCorrupt(f"{label} has reserved bytes that are not zero")
     return length

@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from tracefp4.config import Config, to_toml
+from tracefp4.config import Config
+from tracefp4.config_text import to_toml
 from tracefp4.errors import SyncError
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.auto import LARGEST, budget_of
@@ -128,6 +129,7 @@ class Run:
             cache=cache_dir() / "warm-starts",
             micro_tokens=config.train.micro_tokens,
             numerics=config.numerics,
+            cuda_graphs=config.train.cuda_graphs,
             progress=progress,
         )
 
@@ -159,7 +161,7 @@ class Run:
         if self.ranks.size > 1:
             shard(self.model, self.layout, self.ranks)
             self.sites.weights.manage()
-        self.optimizer = MasterAdamW(self.model.named_parameters(), config.optimizer)
+        self.optimizer = MasterAdamW(self.model.named_parameters(), config.optimizer, config.optimizer_steps)
         if saved is not None:
             self._resume(saved)
         temperature = config.sampling.temperature
@@ -318,9 +320,8 @@ class Run:
         if load is None or self.budget is None or not examples:
             return None
         rollouts = [experience.rollouts[example.index] for example in examples]
-        records = [load(example) for example in examples]
         choice = choose_measured(
-            self.model, self.sites, self.shapes, rollouts, records, self.budget,
+            self.model, self.sites, self.shapes, rollouts, load(examples), self.budget,
             temperature=self.config.sampling.temperature, micro_tokens=self.config.train.micro_tokens,
         )  # fmt: skip
         self.note(f"step {self.step}: {choice}")
@@ -376,8 +377,6 @@ class Run:
         journal.metrics(self.step, metrics)
         journal.evaluation(self.step, found.by_item())
         self.note(f"step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in metrics.items() if isinstance(v, float)))
-
-    # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
         """Write a checkpoint of the current step; the first rank writes, the others hand it their shards."""

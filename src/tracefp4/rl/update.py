@@ -26,6 +26,7 @@ from tracefp4.config import Config
 from tracefp4.core import Handle, Rollout
 from tracefp4.errors import EngineError, GuidanceMissing
 from tracefp4.guidance.frame import Expectation, decode
+from tracefp4.guidance.header import checksum_of
 from tracefp4.guidance.record import Record
 from tracefp4.guidance.store import Store
 from tracefp4.guidance.workers import side_by_side
@@ -43,8 +44,8 @@ from tracefp4.training.policy import TokenScores, score_tokens, spread, token_lo
 from tracefp4.training.ranks import ALONE, Ranks
 from tracefp4.training.sites import TrainerSites
 
-Loader = Callable[[Example], Record | None]
-"""Reads the guidance of one example, or ``None`` for a method without guidance."""
+Loader = Callable[[Sequence[Example]], Sequence[Record | None]]
+"""Reads the guidance of the examples of a micro-batch."""
 
 
 @dataclass(slots=True)
@@ -61,9 +62,21 @@ class GuidanceSource:
     rollouts: Sequence[Rollout]
     expect: Expectation
 
-    def __call__(self, example: Example) -> Record:
-        """The record of one example; raises a :class:`~tracefp4.errors.GuidanceError` when it is absent or wrong."""
-        return decode(self.store.get(self.handle(example)), replace(self.expect, tokens=example.tokens))
+    def __call__(self, examples: Sequence[Example]) -> list[Record]:
+        """The records of examples; raises a :class:`~tracefp4.errors.GuidanceError` when one is absent or wrong.
+
+        Claiming, writing and hashing frames go on side by side. Headers are read one after the other: that is work of
+        Python's own, which threads would only hand to and fro.
+        """
+        fetched = side_by_side([partial(self._fetch, example) for example in examples])
+        return [
+            decode(frame, replace(self.expect, tokens=example.tokens), checksum=checksum)
+            for example, (frame, checksum) in zip(examples, fetched, strict=True)
+        ]
+
+    def _fetch(self, example: Example) -> tuple[memoryview, bytes]:
+        frame = self.store.get(self.handle(example))
+        return frame, checksum_of(frame)
 
     def handle(self, example: Example) -> Handle:
         """The example's handle; raises :class:`GuidanceMissing` if the rollout carries none."""
@@ -242,9 +255,9 @@ def _graphs(model: nn.Module, sites: TrainerSites, config: Config, ranks: Ranks)
 
 
 def _micro_batch(group: Sequence[Example], load: Loader | None, device: torch.device) -> MicroBatch:
-    """Read guidance, the frames of a group side by side, and collate."""
+    """Read guidance and collate."""
     if load is not None:
-        records = side_by_side([partial(load, example) for example in group])
+        records = load(group)
         group = [replace(example, record=record) for example, record in zip(group, records, strict=True)]
     return collate(group, device)
 

@@ -17,6 +17,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,11 +32,12 @@ from tracefp4.models.layout import describe
 from tracefp4.models.packing import model_digest
 from tracefp4.training.batch import Example, collate, plan_micro_batches
 from tracefp4.training.checkpoint import restore
+from tracefp4.training.graphs import DecoderGraphs, padded_width, refusal
 from tracefp4.training.optimizer import MasterAdamW
-from tracefp4.training.policy import token_logprobs
+from tracefp4.training.policy import score_tokens
 from tracefp4.training.sites import TrainerSites
 
-FORMAT = 4
+FORMAT = 5
 """Raise when a change of this file changes the result."""
 
 Pairs = Callable[[int], Sequence[tuple[tuple[int, ...], tuple[int, ...]]]]
@@ -51,6 +53,7 @@ def warm_start(
     cache: Path,
     micro_tokens: int,
     numerics: str = DEFAULT_NVFP4,
+    cuda_graphs: bool = False,
     progress: Callable[[int, float], None] | None = None,
 ) -> str:
     """Fine-tune ``model`` in place, or load the cached result.
@@ -63,6 +66,7 @@ def warm_start(
         cache: folder of cached warm starts.
         micro_tokens: padded rows a micro-batch.
         numerics: preset of FP4 arithmetic, of effect if ``config.spec`` quantizes anything.
+        cuda_graphs: run the decoder as CUDA graphs where that is possible.
         progress: called with the step and its loss.
 
     Raises:
@@ -73,7 +77,8 @@ def warm_start(
     """
     before, spec = model_digest(model, describe(model), None), get_spec(config.spec, numerics)
     key: dict[str, object] = {"format": FORMAT, "model": before, "config": config.model_dump(), "identity": identity}
-    key |= {"micro_tokens": micro_tokens, "device": next(model.parameters()).device.type}
+    device = next(model.parameters()).device.type
+    key |= {"micro_tokens": micro_tokens, "device": device, "cuda_graphs": cuda_graphs and device == "cuda"}
     if config.spec != "bf16":
         key["numerics"] = numerics
     name = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()
@@ -86,7 +91,7 @@ def warm_start(
         if file.is_file():
             restore(model, load_file(file), f"warm start {file}")
             return name
-        _fine_tune(model, config, spec, pairs, micro_tokens, progress)
+        _fine_tune(model, config, spec, pairs, micro_tokens, cuda_graphs, progress)
         temporary = file.with_suffix(f".writing-{os.getpid()}")
         save_file({n: p.detach().contiguous().cpu() for n, p in model.named_parameters()}, temporary)
         temporary.rename(file)
@@ -99,6 +104,7 @@ def _fine_tune(
     spec: Spec,
     pairs: Pairs,
     micro_tokens: int,
+    cuda_graphs: bool,
     progress: Callable[[int, float], None] | None,
 ) -> None:
     layout = describe(model)
@@ -108,13 +114,16 @@ def _fine_tune(
     optimizer = MasterAdamW(
         model.named_parameters(), OptimizerConfig(lr=config.lr, weight_decay=config.weight_decay, beta2=0.99)
     )
+    possible = cuda_graphs and refusal(model, sites) is None
+    graphs = DecoderGraphs(model, sites, micro_tokens, aside=balance) if possible else None
+    fine_tuning = _FineTuning(model, sites, optimizer, micro_tokens, config.router_aux, balance, graphs)
     try:
         for step in range(config.steps):
             examples = [
                 Example(tokens=prompt + completion, prompt_length=len(prompt), index=i)
                 for i, (prompt, completion) in enumerate(pairs(step))
             ]
-            loss = _backward(model, sites, optimizer, examples, micro_tokens, config.router_aux, balance)
+            loss = fine_tuning.backward(examples)
             optimizer.step(lr=_schedule(step, config))
             if progress is not None:
                 progress(step, loss)
@@ -122,34 +131,43 @@ def _fine_tune(
         if balance is not None:
             balance.close()
         unbind(model)
+    if possible:
+        del fine_tuning, graphs
+        torch.cuda.empty_cache()  # what graphs held is of no use to anybody else
 
 
-def _backward(
-    model: nn.Module,
-    sites: TrainerSites,
-    optimizer: MasterAdamW,
-    examples: Sequence[Example],
-    micro_tokens: int,
-    router_aux: float,
-    balance: LoadBalance | None,
-) -> float:
-    """Add up the gradients of one step; returns the mean cross-entropy of its completion tokens."""
-    device = next(model.parameters()).device
-    total = sum(len(e.tokens) - e.prompt_length for e in examples)
-    loss_sum = 0.0
-    for group in plan_micro_batches(examples, micro_tokens):
-        batch = collate(group, device)
-        if balance is not None:
-            balance.start()
-        with sites.batch(batch):
-            logprobs, _ = token_logprobs(model, batch)
-            loss = -logprobs.sum() / total
-            loss_sum += float(loss.detach())
-            if balance is not None:
-                loss = loss + router_aux * balance.take(batch.real) * (len(group) / len(examples))
-            loss.backward()
-        optimizer.collect()
-    return loss_sum
+@dataclass(frozen=True, slots=True)
+class _FineTuning:
+    """What gradients are made with."""
+
+    model: nn.Module
+    sites: TrainerSites
+    optimizer: MasterAdamW
+    micro_tokens: int
+    router_aux: float
+    balance: LoadBalance | None
+    graphs: DecoderGraphs | None
+
+    def backward(self, examples: Sequence[Example]) -> float:
+        """Add up the gradients of one step; returns the mean cross-entropy of its completion tokens."""
+        device = next(self.model.parameters()).device
+        total = sum(len(e.tokens) - e.prompt_length for e in examples)
+        losses = []
+        width = None if self.graphs is None else padded_width
+        for group in plan_micro_batches(examples, self.micro_tokens, width):
+            batch = collate(group, device)
+            if self.balance is not None:
+                self.balance.start()
+            with self.sites.batch(batch):
+                loss = -score_tokens(self.model, batch, graphs=self.graphs).logprobs.sum() / total
+                losses.append(loss.detach())
+                if self.balance is not None:
+                    beside = None if self.graphs is None else self.graphs.beside
+                    beside = self.balance.take(batch.real) if beside is None else beside
+                    loss = loss + self.router_aux * beside * (len(group) / len(examples))
+                loss.backward()
+            self.optimizer.collect()
+        return float(torch.stack(losses).sum())
 
 
 def _schedule(step: int, config: WarmStartConfig) -> float:

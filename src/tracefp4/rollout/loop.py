@@ -2,7 +2,7 @@
 
 On a GPU a decode step is launched before the one in front of it has told its tokens, so that the host schedules,
 decides who ended and gathers while the GPU works. Who ends with a token that nobody knew yet is in the next step
-already; that row is dropped. When somebody waits to be prefilled, or pages become few, the step in flight lands first.
+already; that row is dropped. When somebody is to be prefilled, or pages become few, the step in flight lands first.
 
 A sequence that has ended keeps its pages until its rows are gathered (:mod:`tracefp4.rollout.harvest`). Gathering a row
 costs little and beginning to gather much, so sequences that end within a few steps of each other are gathered
@@ -54,8 +54,8 @@ class Loop:
 
     @property
     def waited_for(self) -> bool:
-        """Whether somebody waits to be prefilled, who may need the pages of those that ended."""
-        return bool(self._scheduler.waiting or self._scheduler.resident)
+        """Whether somebody is to be prefilled now, who may need the pages of those that ended."""
+        return self._scheduler.has_prefill
 
     @property
     def due(self) -> bool:

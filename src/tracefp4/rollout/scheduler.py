@@ -6,7 +6,9 @@ Three places, and the way through them::
        ^                 (prefixes)           (sequences)
        +------------------- retract --------------+
 
-*Waiting* prefixes own nothing. Admission is first come, first served: the oldest gets its pages or nobody does. A
+*Waiting* prefixes own nothing. Admission is first come, first served: the oldest gets its pages or nobody does. While
+others run it waits until an eighth of the batch is free: a prefill is hundreds of launches whatever its size, and the
+decode step in flight has to land before it, so a few large ones cost far less than one after each sequence that ends. A
 *resident* prefix owns pages and is prefilled, up to ``prefill_chunk`` tokens a step together with the others. Once it
 is complete its members *start*, as far as the batch has room. *Running* sequences decode one token a step each.
 
@@ -26,6 +28,8 @@ from tracefp4.rollout.pool import PageAllocator
 from tracefp4.rollout.request import Prefix, Sequence
 from tracefp4.rollout.state import StatePool
 
+ADMITTED_SHARE = 8
+"""One of how many places of the batch must be free before anybody is admitted while others run, if so many wait."""
 RESIDENT_STATES = 8
 """Prefixes of a hybrid model that may be resident at once: each holds a row of linear-attention state, which is
 large."""
@@ -78,6 +82,12 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether anything is left to do."""
         return bool(self.waiting or self.resident or self.running)
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether a prefix has tokens to forward or members that may start, or some are to be admitted."""
+        room = len(self.running) < self.max_batch
+        return any(room or not prefix.complete for prefix in self.resident) or self._has_places()
 
     def request_ids(self) -> set[str]:
         """Ids of all requests in flight."""
@@ -160,7 +170,18 @@ class Scheduler:
     def _queue(self, prefix: Prefix) -> None:
         insort(self.waiting, prefix, key=lambda p: p.key)
 
+    def _has_places(self) -> bool:
+        """Whether enough places of the batch are free to admit somebody."""
+        if not self.waiting or not (self.running or self.resident):
+            return bool(self.waiting)
+        free = self.max_batch - len(self.running) - sum(len(p.members) for p in self.resident)
+        share = max(1, self.max_batch // ADMITTED_SHARE)
+        # No more need be free than those who wait would take.
+        return free >= share or free >= sum(len(p.members) for p in self.waiting[:share])
+
     def _admit(self) -> None:
+        if not self._has_places():
+            return
         while self.waiting and len(self.resident) < self.max_resident:
             prefix = self.waiting[0]
             if len(self.running) + sum(len(p.members) for p in self.resident) >= self.max_batch:

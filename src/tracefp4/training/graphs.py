@@ -24,7 +24,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,15 +32,27 @@ from torch.func import functional_call
 
 from tracefp4.errors import TrainingError
 from tracefp4.guidance.codec import chunks
-from tracefp4.guidance.layout import Parts
-from tracefp4.guidance.runs import SiteRuns
 from tracefp4.training.batch import GuidedRows, Routes
+from tracefp4.training.rooms import copy_guidance, kind_of, room_for_guidance, room_for_routes
 from tracefp4.training.sites import TrainerSites
 
 KEPT = 8
 """Programs kept; the one unused for longest goes first."""
 NARROWEST = 32
 """Rows that a sequence is padded to at least."""
+
+
+class Aside(Protocol):
+    """A loss of its own that a forward pass leaves beside its hidden states, such as that of routers."""
+
+    def start(self) -> None:
+        """A forward pass begins."""
+        ...
+
+    def take(self, real: Tensor) -> Tensor:
+        """The loss, a scalar, of the pass that ended; ``real (B, S)`` bool marks tokens that count."""
+        ...
+
 
 Replay = Callable[[], None]
 Body = Callable[[], list[Tensor]]
@@ -66,11 +78,17 @@ class _Program:
     """See :meth:`DecoderGraphs._reads`."""
     grad: Tensor
     """``(B, S, H)``: gradient of :attr:`hidden`."""
+    real: Tensor
+    """``(B, S)`` bool: not padding."""
+    aside_grad: Tensor
+    """Scalar: gradient of :attr:`aside`."""
     hidden: Tensor = field(init=False)
     forward: Replay = field(init=False)
     backward: Replay = field(init=False)
     grads: list[Tensor | None] = field(init=False)
     """Of the embeddings, then of each parameter."""
+    aside: Tensor | None = None
+    """Scalar: the loss beside."""
     counts: Tensor | None = None
     """``(2,)``: chunks of congruent scales that were checked, and that failed."""
     runs: int = 0
@@ -85,16 +103,24 @@ class DecoderGraphs:
         sites: the trainer's.
         tokens: padded tokens of a micro-batch.
         capture: how a function is captured; CUDA graphs in one pool unless a test says otherwise.
+        aside: a loss beside the hidden states; it is left in :attr:`beside`.
 
     Raises:
         TrainingError: see :func:`refusal`.
     """
 
-    def __init__(self, model: Any, sites: TrainerSites, tokens: int, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        sites: TrainerSites,
+        tokens: int,
+        capture: Capture | None = None,
+        aside: Aside | None = None,
+    ) -> None:
         problem = refusal(model, sites, capture is None)
         if problem is not None:
             raise TrainingError(f"the decoder cannot run as CUDA graphs: {problem}")
-        self._decoder, self._sites, self._tokens = model.get_decoder(), sites, tokens
+        self._decoder, self._sites, self._tokens, self._aside = model.get_decoder(), sites, tokens, aside
         self._embedding: nn.Module = model.get_input_embeddings()
         self._capture = cuda_graphs() if capture is None else capture
         own = {id(p) for p in self._embedding.parameters()}
@@ -108,8 +134,10 @@ class DecoderGraphs:
         self._renewal: tuple[Hashable, Replay] | None = None
         self.failure: str | None = None
         """Why capturing failed; everything is computed step by step since."""
+        self.beside: Tensor | None = None
+        """The loss beside the last hidden states; ``None`` where those were computed step by step."""
 
-    def hidden(self, input_ids: Tensor) -> Tensor | None:
+    def hidden(self, input_ids: Tensor, real: Tensor) -> Tensor | None:
         """Last hidden states ``(B, S, H)`` of the micro-batch that is attached to the sites.
 
         ``None`` where it has to be computed step by step: gradients are off, an observer is there, or the batch is
@@ -117,8 +145,9 @@ class DecoderGraphs:
 
         Args:
             input_ids: ``(B, S)`` int64.
+            real: ``(B, S)`` bool, not padding.
         """
-        sites = self._sites
+        sites, self.beside = self._sites, None
         size = self._size(*input_ids.shape)
         if size is None or self.failure or sites.observer is not None or not torch.is_grad_enabled():
             return None
@@ -127,11 +156,13 @@ class DecoderGraphs:
             return None
         embeds = self._embedding(input_ids)
         try:
-            program = self._program(size, embeds, sites.guidance, sites.routes)
+            program = self._program(size, embeds, real)
         except RuntimeError as error:  # what CUDA says where something waits for the device
             self._give_up(error)
             return None
-        return _Replay.apply(self, program, embeds, *self._params)
+        hidden, beside = _Replay.apply(self, program, real, embeds, *self._params)
+        self.beside = None if program.aside is None else beside
+        return hidden
 
     def renew(self) -> None:
         """Make the operands of weights that have changed anew; also done before a forward pass that needs them.
@@ -178,34 +209,36 @@ class DecoderGraphs:
         most = max(1, self._tokens // width)
         return (most, width) if batch <= most else None
 
-    def _program(
-        self, size: tuple[int, int], embeds: Tensor, guidance: GuidedRows | None, routes: Routes | None
-    ) -> _Program:
-        key = (size, embeds.dtype, _kind(guidance), None if routes is None else (routes.known is None))
+    def _program(self, size: tuple[int, int], embeds: Tensor, real: Tensor) -> _Program:
+        guidance, routes = self._sites.guidance, self._sites.routes
+        key = (size, embeds.dtype, kind_of(guidance), None if routes is None else (routes.known is None))
         program = self._programs.get(key)
         if program is None or program.reads != self._reads():
             self._programs.pop(key, None)
-            program = self._make(size, embeds, guidance, routes)
+            program = self._make(size, embeds, real)
             self._programs[key] = program
             if len(self._programs) > KEPT:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
         return program
 
-    def load(self, program: _Program, embeds: Tensor) -> None:
+    def load(self, program: _Program, embeds: Tensor, real: Tensor) -> None:
         """Copy the attached micro-batch into a program's tensors."""
         (batch, rows), (most, width) = embeds.shape[:2], program.embeds.shape[:2]
         places = self._map(batch, rows, most, width)
         with torch.no_grad():
             torch.index_select(embeds.detach().flatten(0, 1), 0, places, out=program.embeds.detach().flatten(0, 1))
         sites = self._sites
+        if self._aside is not None:
+            program.real.zero_()
+            program.real[:batch, :rows] = real
         if program.routes is not None and sites.routes is not None:
             torch.index_select(sites.routes.experts, 1, places, out=program.routes.experts)
             if program.routes.known is not None and sites.routes.known is not None:
                 torch.index_select(sites.routes.known, 1, places, out=program.routes.known)
         if program.guidance is not None and sites.guidance is not None:
             cut = self._map(batch, chunks(rows), most, chunks(width))
-            _copy_guidance(sites.guidance, program.guidance, (batch, rows), (most, width), places, cut)
+            copy_guidance(sites.guidance, program.guidance, (batch, rows), (most, width), places, cut)
 
     def replayed(self, program: _Program) -> None:
         """Account for a forward pass of a program."""
@@ -223,44 +256,52 @@ class DecoderGraphs:
             self._maps[key] = (sequence[:, None] * rows + row[None, :]).flatten().to(self._params[0].device)
         return self._maps[key]
 
-    def _make(
-        self, size: tuple[int, int], embeds: Tensor, guidance: GuidedRows | None, routes: Routes | None
-    ) -> _Program:
+    def _make(self, size: tuple[int, int], embeds: Tensor, real: Tensor) -> _Program:
         shape = (*size, embeds.shape[2])
         device, sites = embeds.device, self._sites
+        guidance, routes = sites.guidance, sites.routes
         program = _Program(
             embeds=torch.zeros(shape, dtype=embeds.dtype, device=device).requires_grad_(),
-            guidance=None if guidance is None else _room_for_guidance(guidance, size),
-            routes=None if routes is None else _room_for_routes(routes, size[0] * size[1]),
+            guidance=None if guidance is None else room_for_guidance(guidance, size),
+            routes=None if routes is None else room_for_routes(routes, size[0] * size[1]),
             reads=None,
             grad=torch.zeros(shape, dtype=embeds.dtype, device=device),
+            real=torch.zeros(size, dtype=torch.bool, device=device),
+            aside_grad=torch.zeros((), device=device),
         )
-        self.load(program, embeds)
+        self.load(program, embeds, real)
         kept: list[Tensor] = []
         used: list[bool] = []
 
         def forward() -> list[Tensor]:
             positions = torch.arange(size[1], device=device).unsqueeze(0)
             given = {"inputs_embeds": program.embeds, "position_ids": positions, "use_cache": False}
+            if self._aside is not None:
+                self._aside.start()
             with torch.enable_grad(), sites.standing_in(program.guidance, program.routes) as checks:
                 result = functional_call(self._decoder, self._leaves, kwargs=given)
                 counts = checks.total()
-            kept[:] = [result.last_hidden_state]
-            return [kept[0].detach(), *([] if counts is None else [counts])]
+                kept[:] = [result.last_hidden_state]
+                if self._aside is not None:
+                    kept.append(self._aside.take(program.real))
+            return [*(part.detach() for part in kept), *([] if counts is None else [counts])]
 
         def backward() -> list[Tensor]:
-            wanted = [program.embeds, *self._leaves.values()]
-            found = torch.autograd.grad(kept[0], wanted, program.grad, allow_unused=True)
+            wanted, given = [program.embeds, *self._leaves.values()], [program.grad, program.aside_grad]
+            found = torch.autograd.grad(kept, wanted, given[: len(kept)], allow_unused=True)
             used[:] = [grad is not None for grad in found]
             return [grad for grad in found if grad is not None]
 
         # The first run compiles kernels and makes weight operands, which a capture could not.
         captured = self._capture([forward, backward])
-        ((program.hidden, *counts), program.forward), (grads, program.backward) = captured
+        ((program.hidden, *more), program.forward), (grads, program.backward) = captured
         kept.clear()
+        if self._aside is not None:
+            program.aside = more.pop(0)
+            self._aside.start()
         rest = iter(grads)
         program.grads = [next(rest) if is_used else None for is_used in used]
-        program.counts = counts[0] if counts else None
+        program.counts = more[0] if more else None
         program.reads = self._reads()
         return program
 
@@ -269,14 +310,17 @@ class _Replay(torch.autograd.Function):
     """Replays a program; the gradient replays its other half."""
 
     @staticmethod
-    def forward(ctx: Any, graphs: DecoderGraphs, program: _Program, embeds: Tensor, *params: Tensor) -> Tensor:
-        """Hidden states of the attached micro-batch; ``params`` only receive gradients."""
-        graphs.load(program, embeds)
+    def forward(
+        ctx: Any, graphs: DecoderGraphs, program: _Program, real: Tensor, embeds: Tensor, *params: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states of the attached micro-batch and the loss beside, or 0; ``params`` only receive gradients."""
+        graphs.load(program, embeds, real)
         program.forward()
         graphs.replayed(program)
         ctx.program, ctx.run, ctx.size = program, program.runs, embeds.shape[:2]
         batch, rows = ctx.size
-        return program.hidden[:batch, :rows].clone()
+        aside = torch.zeros_like(program.aside_grad) if program.aside is None else program.aside.clone()
+        return program.hidden[:batch, :rows].clone(), aside
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -286,13 +330,14 @@ class _Replay(torch.autograd.Function):
             raise TrainingError("a micro-batch was begun before the backward pass of the one before it")
         program.grad.zero_()
         program.grad[:batch, :rows] = grads[0]
+        program.aside_grad.copy_(grads[1])
         program.backward()
         embeds, *params = program.grads
         # Names of their own for the same memory: whoever adds them up has to do so before the next replay.
         mine = (
             None if grad is None else grad.clone() if grad.dtype is torch.float32 else grad.detach() for grad in params
         )
-        return None, None, None if embeds is None else embeds[:batch, :rows].clone(), *mine
+        return None, None, None, None if embeds is None else embeds[:batch, :rows].clone(), *mine
 
 
 def refusal(model: Any, sites: TrainerSites, cuda: bool = True) -> str | None:
@@ -326,52 +371,3 @@ def cuda_graphs() -> Capture:
         return [record(body) for body in bodies]
 
     return capture
-
-
-def _kind(guidance: GuidedRows | None) -> Hashable:
-    """What of guidance decides which launches there are."""
-    if guidance is None:
-        return None
-    runs = SiteRuns.of(guidance.sites)
-    shapes = tuple(None if part is None else (*part.shape[:1], *part.shape[2:]) for p in runs.parts for part in p)
-    return guidance.complete, runs.table.shapes, runs.scale_bits, shapes
-
-
-def _room_for_routes(routes: Routes, rows: int) -> Routes:
-    layers, _, top_k = routes.experts.shape
-    known = None if routes.known is None else routes.known.new_zeros(layers, rows, 1)
-    return Routes(routes.experts.new_zeros(layers, rows, top_k), known)
-
-
-def _room_for_guidance(guidance: GuidedRows, size: tuple[int, int]) -> GuidedRows:
-    """Tensors for guidance of a micro-batch of ``size`` with the same sites."""
-    batch, width = size
-    runs = SiteRuns.of(guidance.sites)
-    parts = []
-    for planes, scales, wide, checks in runs.parts:
-        kept = None if checks is None else checks.new_zeros(checks.shape[0], batch, chunks(width))
-        wide = None if wide is None else _rows_like(wide, batch * width)
-        parts.append(Parts(_rows_like(planes, batch * width), _rows_like(scales, batch * width), wide, kept))
-    sites = SiteRuns(runs.table, tuple(parts), runs.scale_bits)
-    guided = torch.zeros(batch * width, dtype=torch.bool, device=guidance.guided.device)
-    return GuidedRows(guided, guidance.complete, 0, sites)
-
-
-def _rows_like(tensor: Tensor, rows: int) -> Tensor:
-    return tensor.new_zeros(tensor.shape[0], rows, *tensor.shape[2:])
-
-
-def _copy_guidance(
-    source: GuidedRows, target: GuidedRows, own: tuple[int, int], size: tuple[int, int], places: Tensor, cut: Tensor
-) -> None:
-    (batch, rows), (most, width) = own, size
-    target.guided.zero_()
-    target.guided.view(most, width)[:batch, :rows] = source.guided.view(batch, rows)
-    for mine, theirs in zip(SiteRuns.of(target.sites).parts, SiteRuns.of(source.sites).parts, strict=True):
-        *row_parts, checks = zip(mine, theirs, strict=True)
-        for into, part in row_parts:
-            if into is not None and part is not None:
-                torch.index_select(part, 1, places, out=into)
-        into, part = checks
-        if into is not None and part is not None:
-            torch.index_select(part.flatten(1), 1, cut, out=into.flatten(1))

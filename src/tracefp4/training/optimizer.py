@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tracefp4.config import OptimizerConfig
-from tracefp4.errors import CheckpointError, NonFiniteError
+from tracefp4.errors import CheckpointError, ConfigError, NonFiniteError
 from tracefp4.training.sharding import Lazy, local, part_of, whole
 
 _SMALL = 1 << 22
@@ -39,11 +39,19 @@ class MasterAdamW:
     Args:
         named: ``(name, parameter)`` pairs; parameters that need no gradient are left out.
         config: learning rate, moments, decay, clipping.
+        total: optimizer steps after which a falling learning rate is 0; what a schedule other than ``constant`` needs.
+
+    Raises:
+        ConfigError: a falling learning rate without ``total``.
     """
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig, total: int = 0) -> None:
+        if config.schedule != "constant" and total < 1:
+            raise ConfigError(
+                f"optimizer.schedule = {config.schedule!r} needs to know how many optimizer steps there are"
+            )
         self.params = {name: p for name, p in named if p.requires_grad}
-        self.config = config
+        self.config, self._total = config, total
         self.steps = 0
         self.masters = {name: _master(p) for name, p in self.params.items()}
         self._mesh = next((p.device_mesh for p in self.params.values() if isinstance(p, DTensor)), None)
@@ -145,10 +153,14 @@ class MasterAdamW:
             torch._foreach_copy_([p for p, _ in own], [master for _, master in own])
 
     def learning_rate(self) -> float:
-        """Configured rate at the current step, with linear warm-up."""
-        if self.config.warmup_steps == 0:
-            return self.config.lr
-        return self.config.lr * min(1.0, (self.steps + 1) / self.config.warmup_steps)
+        """Rate of the current step: linear warm-up, then what the schedule makes of the configured one."""
+        config = self.config
+        if self.steps < config.warmup_steps:
+            return config.lr * (self.steps + 1) / config.warmup_steps
+        if config.schedule == "constant":
+            return config.lr
+        passed = min(1.0, (self.steps - config.warmup_steps) / max(1, self._total - config.warmup_steps))
+        return config.lr * (1.0 - passed if config.schedule == "linear" else 0.5 + 0.5 * math.cos(math.pi * passed))
 
     def state(self) -> Mapping[str, Tensor]:
         """Masters and moments by name, for a checkpoint; those of a sharded model are gathered one by one."""

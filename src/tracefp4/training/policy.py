@@ -66,7 +66,7 @@ def score_whole(
     model: Any, batch: MicroBatch, temperature: float, chunk: int, graphs: DecoderGraphs | None = None
 ) -> TokenScores:
     """As :func:`score_tokens`, of a model whose weights are all there."""
-    hidden = None if graphs is None else graphs.hidden(batch.input_ids)
+    hidden = None if graphs is None else graphs.hidden(batch.input_ids, batch.real)
     if hidden is None:
         decoder = model.get_decoder()
         hidden = decoder(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
