@@ -43,6 +43,7 @@ from tracefp4.kernels import (
     rotary,
     routing,
     sample,
+    token_scores,
 )
 from tracefp4.kernels import step as step_rows
 
@@ -59,7 +60,7 @@ def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **op
         elif name.endswith("_ptr"):
             signature[name] = pointers.get(name, "*bf16")
         else:
-            signature[name] = "fp32" if name in ("factor", "shift", "eps") else "i32"
+            signature[name] = "fp32" if name in ("factor", "shift", "eps", "temperature") else "i32"
     plain = {"factor", "shift", "eps", "steps", "parts", "tokens", "length", "window", "splits", "blocks", "vectors",
              "queries", "context", "record_start", "record_size", "pairs", "count", "x_groups", "per_global",
              "first_head", "heads", "experts"}  # fmt: skip
@@ -198,6 +199,16 @@ def training() -> list[bool]:
         constants = {"TOP_K": 2, "ROWS": 128, "EXPERTS": 8, "RENORMALISED": True}
         done.append(report(word, kernel, {"index_ptr": "*i64"}, constants, 1024, num_warps=4,
                            enable_fp_fusion=False))  # fmt: skip
+    some = {
+        "target_ptr": "*i64",
+        "grad_ptr": "*fp32",
+        "lse_ptr": "*fp32",
+        "logprob_ptr": "*fp32",
+        "entropy_ptr": "*fp32",
+    }
+    for word, kernel, width in (("token scores", token_scores._scores, 2048),
+                                ("gradient of token scores", token_scores._scores_backward, 4096)):  # fmt: skip
+        done.append(report(word, kernel, some, {"WIDTH": width}, width, num_warps=8, enable_fp_fusion=False))
     done.append(report("gradient of the gate", gate._gate_backward, {}, {"TILE": 1024}, 1024, num_warps=4,
                        enable_fp_fusion=False))  # fmt: skip
     return done

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tracefp4.errors import ModelError
+from tracefp4.kernels.runtime import usable
 from tracefp4.training.batch import MicroBatch
 from tracefp4.training.graphs import DecoderGraphs
 
@@ -105,10 +106,33 @@ def recompute_layers(model: Any) -> None:
 def _head_logprobs(
     head: nn.Module, rows: Tensor, targets: Tensor, top: Tensor | None, temperature: float
 ) -> tuple[Tensor, ...]:
-    logits = head(rows).float()
+    logits = head(rows)
+    if top is None and logits.dtype is torch.bfloat16 and usable(logits):
+        return _TokenScores.apply(logits.contiguous(), targets, temperature)
+    logits = logits.float()
     logs = torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
     chosen = logs.gather(-1, targets[:, None]).squeeze(-1)
     likeliest = None if top is None else logs.gather(-1, top)
     with torch.no_grad():  # last, where the backward pass, which does not need it, no longer comes
         entropy = -(logs.exp() * logs).sum(-1)
     return (chosen, entropy) if likeliest is None else (chosen, entropy, likeliest)
+
+
+class _TokenScores(torch.autograd.Function):
+    """Log-probabilities and entropies of :func:`_head_logprobs` by kernel; entropies have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        from tracefp4.kernels.token_scores import token_scores
+
+        logprobs, entropy, lse = token_scores(logits, targets, temperature)
+        ctx.save_for_backward(logits, targets, lse)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        from tracefp4.kernels.token_scores import token_scores_backward
+
+        return token_scores_backward(grads[0].contiguous(), *ctx.saved_tensors, ctx.temperature), None, None
