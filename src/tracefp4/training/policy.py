@@ -135,4 +135,5 @@ class _TokenScores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         from tracefp4.kernels.token_scores import token_scores_backward
 
-        return token_scores_backward(grads[0].contiguous(), *ctx.saved_tensors, ctx.temperature), None, None
+        logits, targets, lse = ctx.saved_tensors
+        return token_scores_backward(grads[0].contiguous(), logits, targets, lse, ctx.temperature), None, None
