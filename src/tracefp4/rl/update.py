@@ -63,7 +63,10 @@ class GuidanceSource:
 
     def __call__(self, example: Example) -> Record:
         """The record of one example; raises a :class:`~tracefp4.errors.GuidanceError` when it is absent or wrong."""
-        return decode(self.store.get(self.handle(example)), replace(self.expect, tokens=example.tokens))
+        handle = self.handle(example)
+        record = decode(self.store.get(handle), replace(self.expect, tokens=example.tokens))
+        record.pull = partial(self.store.pull, handle)
+        return record
 
     def handle(self, example: Example) -> Handle:
         """The example's handle; raises :class:`GuidanceMissing` if the rollout carries none."""
@@ -130,6 +133,9 @@ class Updater:
         failed = self.sites.checks.take(self._ranks)
         if failed is not None:
             metrics["guidance/scale_check_failures"] = failed
+        pulled = self.sites.pulled.take(self._ranks)
+        if pulled is not None:
+            metrics["guidance/pulled_share"] = pulled.share
         metrics["grad_norm"] = float(np.mean(norms))
         metrics["lr"] = self.optimizer.learning_rate()
         return metrics

@@ -14,8 +14,8 @@ padded repeats real rows, so that it costs nothing to think of: no real token se
 routes stay spread over the experts. Embedding, output head and loss are left to Python, whose shapes they may have.
 
 Graphs share one pool of memory, since only one micro-batch is in flight; running another forward before the backward
-pass of the last one is refused. They are not used where layers are recomputed, where an observer wants to see codes, or
-without gradients.
+pass of the last one is refused. They are not used where layers are recomputed, where an observer wants to see codes,
+where bits are pulled as they are needed (:mod:`tracefp4.training.pulls`), or without gradients.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class DecoderGraphs:
         self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
         self._maps: dict[tuple[int, ...], Tensor] = {}
         self.failure: str | None = None
-        """Why capturing failed; everything is computed step by step since."""
+        """Why there are no graphs; everything is computed step by step since."""
 
     def hidden(self, input_ids: Tensor) -> Tensor | None:
         """Last hidden states ``(B, S, H)`` of the micro-batch that is attached to the sites.
@@ -123,15 +123,19 @@ class DecoderGraphs:
         size = self._size(*input_ids.shape)
         if size is None or self.failure or sites.observer is not None or not torch.is_grad_enabled():
             return None
+        if sites.guidance is not None and sites.guidance.pulls is not None:
+            return self._give_up("bits of a checked plan are pulled while a layer runs")
         embeds = self._embedding(input_ids)
         sites.weights.refresh()
         try:
             program = self._program(size, embeds, sites.guidance, sites.routes)
         except RuntimeError as error:  # what CUDA says where something waits for the device
-            self.failure = str(error).split("\n", 1)[0]
-            warnings.warn(f"training goes on without CUDA graphs: {self.failure}", RuntimeWarning, stacklevel=2)
-            return None
+            return self._give_up(str(error).split("\n", 1)[0])
         return _Replay.apply(self, program, embeds, *self._params)
+
+    def _give_up(self, why: str) -> None:
+        self.failure = why
+        warnings.warn(f"training goes on without CUDA graphs: {why}", RuntimeWarning, stacklevel=3)
 
     def __len__(self) -> int:
         """Programs that are kept."""
@@ -313,10 +317,10 @@ def _room_for_guidance(guidance: GuidedRows, size: tuple[int, int]) -> GuidedRow
     batch, width = size
     runs = SiteRuns.of(guidance.sites)
     parts = []
-    for planes, scales, wide, checks in runs.parts:
+    for planes, scales, wide, codes, checks in runs.parts:
         kept = None if checks is None else checks.new_zeros(checks.shape[0], batch, chunks(width))
         wide = None if wide is None else _rows_like(wide, batch * width)
-        parts.append(Parts(_rows_like(planes, batch * width), _rows_like(scales, batch * width), wide, kept))
+        parts.append(Parts(_rows_like(planes, batch * width), _rows_like(scales, batch * width), wide, codes, kept))
     sites = SiteRuns(runs.table, tuple(parts), runs.scale_bits)
     guided = torch.zeros(batch * width, dtype=torch.bool, device=guidance.guided.device)
     return GuidedRows(guided, guidance.complete, 0, sites)
