@@ -15,9 +15,12 @@ from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.codec import code_checks, scale_checks, unpack_bits
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.frame import Expectation, decode
+from tracefp4.guidance.late_store import LateStore
+from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import restrict
 from tracefp4.models.tiny import tiny_model
+from tracefp4.rollout.admission import stored_plan
 from tracefp4.rollout.embedded import EmbeddedEngine
 
 
@@ -108,7 +111,7 @@ def test_bits_of_a_checked_plan_stay_with_the_engine_until_they_are_pulled(make_
             assert not record.sites[site].planes.numel()
 
 
-def test_a_checked_plan_needs_a_store_that_serves_pulls(make_bench, make_request, tmp_path):
+def test_a_checked_plan_needs_an_engine_and_a_store_that_serve_pulls(tmp_path):
     plan, model = Plan.parse("c1-all+mid/s2"), tiny_model("qwen3_moe")
     with (
         FileStore(tmp_path) as files,
@@ -117,6 +120,10 @@ def test_a_checked_plan_needs_a_store_that_serves_pulls(make_bench, make_request
         ),
     ):
         EmbeddedEngine(model, None, get_spec("nvfp4-w4a4-kv4"), plan, files)
+    # Other engines do not say that they answer.
+    with pytest.raises(EngineError, match="takes the embedded engine"):
+        stored_plan(plan, MemoryStore())
+    assert stored_plan(plan, LateStore(MemoryStore()), serves_pulls=True) == plan
 
 
 def test_a_frame_meets_the_expectation_of_its_trainer(make_bench, make_request):
