@@ -33,9 +33,9 @@ def every_bfloat16() -> torch.Tensor:
 
 @pytest.fixture
 def rerun():
-    """Captures a forward and a backward pass by running them again, for machines without CUDA graphs."""
+    """Captures functions by running them again, for machines without CUDA graphs."""
 
-    def capture(*bodies):
+    def capture(bodies):
         captured = []
         for body in bodies:
             results = body()
@@ -45,7 +45,7 @@ def rerun():
                     for old, new in zip(results, body(), strict=True):
                         old.copy_(new)
 
-            captured += [results, replay]
+            captured.append((results, replay))
         return captured
 
     return capture

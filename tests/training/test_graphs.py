@@ -79,20 +79,40 @@ def test_gradients_of_the_step_by_step_pass(case, capture, arm):
             batch = collate(group, case.device)
             _same(_gradients(case, sites, batch, graphs), _gradients(case, sites, batch, None))
         assert graphs.failure is None and len(graphs) == 1
-        # Weights change: operands are made anew where the graphs read them.
-        with torch.no_grad():
-            for p in case.model.parameters():
-                p.mul_(1.25)
-        batch = collate(batches[0], case.device)
-        found = _gradients(case, sites, batch, graphs)
-        _same(found, _gradients(case, sites, batch, None))
+        # Weights change: operands are made anew where the graphs read them, at first step by step, then by a graph.
+        batch, changed = collate(batches[0], case.device), []
+        for factor in (1.25, 1.2, 1 / 1.5):
+            with torch.no_grad():
+                for p in case.model.parameters():
+                    p.mul_(factor)
+            changed.append(_gradients(case, sites, batch, graphs))
+            _same(changed[-1], _gradients(case, sites, batch, None))
+        assert len(graphs) == 1 and not sites.weights.stale()
+        kept = {key: operand.values.clone() for key, (_, operand) in sites.weights._operands.items()}
         fresh = TrainerSites(case.layout, spec)
-        assert len(graphs) == 1
     with bound(case.model, fresh):
-        _same(found, _gradients(case, fresh, batch, None))
-    with torch.no_grad():
-        for p in case.model.parameters():
-            p.mul_(0.8)
+        _same(changed[-1], _gradients(case, fresh, batch, None))
+        assert all(torch.equal(kept[key], operand.values) for key, (_, operand) in fresh.weights._operands.items())
+
+
+def test_operands_are_renewed_by_what_was_captured(case, rerun):
+    sites = TrainerSites(case.layout, get_spec("nvfp4-w4a4-kv4"))
+    batch, replays = collate(case.micro_batches[0], case.device), []
+
+    def counting(bodies):
+        def counted(replay):
+            return lambda: (replays.append(len(bodies)), replay())[1]
+
+        return [(results, counted(replay)) for results, replay in rerun(bodies)]
+
+    with bound(case.model, sites):
+        graphs = DecoderGraphs(case.model, sites, 256, counting)
+        for _ in range(4):
+            with torch.no_grad():
+                case.model.get_decoder().layers[1].mlp.experts.down_proj.add_(0.0)
+            _gradients(case, sites, batch, graphs)
+    # A pair of passes is captured, later the operands; the last two changes of weights repeat what was captured then.
+    assert replays.count(1) == 2 and replays.count(2) == 8 and graphs.failure is None
 
 
 def test_a_batch_is_the_same_whatever_ran_before(case, capture):
@@ -151,7 +171,7 @@ def test_a_second_forward_before_the_backward_is_refused(case, capture):
 
 
 def test_a_failed_capture_is_told_and_training_goes_on(case):
-    def broken(forward, backward):
+    def broken(bodies):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     sites = TrainerSites(case.layout, get_spec("bf16"))

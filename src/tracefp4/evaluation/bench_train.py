@@ -194,6 +194,8 @@ class Case:
             yield lambda: self._run(sites, graphs, arm, total)
 
     def _run(self, sites: TrainerSites | None, graphs: DecoderGraphs | None, arm: Arm, total: int) -> None:
+        if graphs is not None:
+            graphs.renew()
         for batch in ahead((partial(self.collate, group, arm) for group in self.micro_batches), self.device):
             if sites is None:
                 (-score_tokens(self.model, batch).logprobs.sum() / total).backward()

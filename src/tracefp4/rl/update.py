@@ -146,6 +146,8 @@ class Updater:
         config = self.config
         lengths = [len(e.tokens) - e.prompt_length for e in examples]
         denominators = Denominators.of(lengths, config.sampling.max_new_tokens, self._ranks)
+        if self._graphs is not None:
+            self._graphs.renew()
         for batch in self._batches(examples, load):
             if not batch.index:
                 self._accompany(batch)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,8 +44,8 @@ NARROWEST = 32
 
 Replay = Callable[[], None]
 Body = Callable[[], list[Tensor]]
-Capture = Callable[[Body, Body], tuple[list[Tensor], Replay, list[Tensor], Replay]]
-"""Runs a forward and a backward pass; returns the results of each, and what computes them again, in place."""
+Capture = Callable[[Sequence[Body]], list[tuple[list[Tensor], Replay]]]
+"""Runs functions one after the other; returns the results of each, and what computes them again, in place."""
 
 
 def padded_width(rows: int) -> int:
@@ -62,10 +62,8 @@ class _Program:
     """``(B, S, H)``, a leaf."""
     guidance: GuidedRows | None
     routes: Routes | None
-    weights: int
-    """Generation of the weight operands that it reads."""
-    addresses: tuple[int, ...]
-    """Of the parameters that it reads."""
+    reads: Hashable
+    """See :meth:`DecoderGraphs._reads`."""
     grad: Tensor
     """``(B, S, H)``: gradient of :attr:`hidden`."""
     hidden: Tensor = field(init=False)
@@ -107,6 +105,7 @@ class DecoderGraphs:
         self._leaves = {n: p.detach().requires_grad_() for n, p in named.items()}
         self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
         self._maps: dict[tuple[int, ...], Tensor] = {}
+        self._renewal: tuple[Hashable, Replay] | None = None
         self.failure: str | None = None
         """Why there are no graphs; everything is computed step by step since."""
 
@@ -125,17 +124,51 @@ class DecoderGraphs:
             return None
         if sites.guidance is not None and sites.guidance.pulls is not None:
             return self._give_up("bits of a checked plan are pulled while a layer runs")
+        self.renew()
+        if self.failure:
+            return None
         embeds = self._embedding(input_ids)
-        sites.weights.refresh()
         try:
             program = self._program(size, embeds, sites.guidance, sites.routes)
         except RuntimeError as error:  # what CUDA says where something waits for the device
-            return self._give_up(str(error).split("\n", 1)[0])
+            return self._give_up(_first_line(error))
         return _Replay.apply(self, program, embeds, *self._params)
+
+    def renew(self) -> None:
+        """Make the operands of weights that have changed anew; also done before a forward pass that needs them.
+
+        Launching that one by one takes many times as long as the kernels, so it is a graph as well. Where there is
+        something else to do for the host, such as making the first micro-batch, begin with this.
+        """
+        weights = self._sites.weights
+        if self.failure or not weights.stale():
+            return
+        if self._renewal is not None and self._renewal[0] == self._reads():
+            self._renewal[1]()
+            weights.rewritten()
+            return
+        weights.refresh()
+        if not weights.rewritable:
+            return
+
+        def rewrite() -> list[Tensor]:
+            weights.rewrite()
+            return []
+
+        try:
+            [(_, replay)] = self._capture([rewrite])
+        except RuntimeError as error:
+            self._give_up(_first_line(error))
+        else:
+            self._renewal = (self._reads(), replay)
 
     def _give_up(self, why: str) -> None:
         self.failure = why
         warnings.warn(f"training goes on without CUDA graphs: {why}", RuntimeWarning, stacklevel=3)
+
+    def _reads(self) -> Hashable:
+        """What graphs read from fixed addresses."""
+        return self._sites.weights.generation, tuple(p.data_ptr() for p in self._params)
 
     def __len__(self) -> int:
         """Programs that are kept."""
@@ -151,8 +184,7 @@ class DecoderGraphs:
     ) -> _Program:
         key = (size, embeds.dtype, _kind(guidance), None if routes is None else (routes.known is None))
         program = self._programs.get(key)
-        current = (self._sites.weights.generation, tuple(p.data_ptr() for p in self._params))
-        if program is None or (program.weights, program.addresses) != current:
+        if program is None or program.reads != self._reads():
             self._programs.pop(key, None)
             program = self._make(size, embeds, guidance, routes)
             self._programs[key] = program
@@ -201,8 +233,7 @@ class DecoderGraphs:
             embeds=torch.zeros(shape, dtype=embeds.dtype, device=device).requires_grad_(),
             guidance=None if guidance is None else _room_for_guidance(guidance, size),
             routes=None if routes is None else _room_for_routes(routes, size[0] * size[1]),
-            weights=0,
-            addresses=tuple(p.data_ptr() for p in self._params),
+            reads=None,
             grad=torch.zeros(shape, dtype=embeds.dtype, device=device),
         )
         self.load(program, embeds)
@@ -225,12 +256,13 @@ class DecoderGraphs:
             return [grad for grad in found if grad is not None]
 
         # The first run compiles kernels and makes weight operands, which a capture could not.
-        (program.hidden, *counts), program.forward, grads, program.backward = self._capture(forward, backward)
+        captured = self._capture([forward, backward])
+        ((program.hidden, *counts), program.forward), (grads, program.backward) = captured
         kept.clear()
         rest = iter(grads)
         program.grads = [next(rest) if is_used else None for is_used in used]
         program.counts = counts[0] if counts else None
-        program.weights = sites.weights.generation
+        program.reads = self._reads()
         return program
 
 
@@ -287,14 +319,18 @@ def cuda_graphs() -> Capture:
             results = body()
         return results, graph.replay
 
-    def capture(forward: Body, backward: Body) -> tuple[list[Tensor], Replay, list[Tensor], Replay]:
+    def capture(bodies: Sequence[Body]) -> list[tuple[list[Tensor], Replay]]:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            forward()
-            backward()
-        return *record(forward), *record(backward)
+            for body in bodies:
+                body()
+        return [record(body) for body in bodies]
 
     return capture
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).split("\n", 1)[0]
 
 
 def _kind(guidance: GuidedRows | None) -> Hashable:

@@ -84,10 +84,44 @@ class WeightOperands:
 
     def refresh(self) -> None:
         """Quantize anew every kept operand whose weight has changed, for readers that do not ask."""
-        for index, projection in list(self._operands):
-            module = self._modules[index]()
-            if module is not None:
-                self.get(module, projection)
+        for module, projection in self._kept():
+            self.get(module, projection)
+
+    def stale(self) -> bool:
+        """Whether :meth:`refresh` would change anything."""
+        return any(
+            self._operands[id(module), projection][0] != self._stamp(getattr(module, projection))
+            for module, projection in self._kept()
+        )
+
+    @property
+    def rewritable(self) -> bool:
+        """Whether :meth:`rewrite` does what :meth:`refresh` does: operands are quantized, and kept where they lie."""
+        return self.numerics is not None and self.cache == "widened" and bool(self._operands) and not self._packed
+
+    def rewrite(self) -> None:
+        """Quantize anew every kept operand in its place, changed or not, and note nothing: for a CUDA graph to repeat.
+
+        Whoever repeats it says so to :meth:`rewritten`.
+        """
+        for module, projection in self._kept():
+            weight: Tensor = getattr(module, projection)
+            transposed = bool(getattr(module, "is_transposed", False))
+            kept = self._operands[id(module), projection][1]
+            if self.numerics is not None:
+                packed = pack_weight(weight.detach(), self.numerics, transposed=transposed)
+                self._renewed(kept, widened(packed.operand()))
+
+    def rewritten(self) -> None:
+        """Every kept operand is that of its weight as it is now."""
+        for module, projection in self._kept():
+            key = (id(module), projection)
+            self._operands[key] = (self._stamp(getattr(module, projection)), self._operands[key][1])
+
+    def _kept(self) -> list[tuple[nn.Module, str]]:
+        """Modules that are still there, and the projections of theirs that operands are kept of."""
+        found = [(self._modules[index](), projection) for index, projection in self._operands]
+        return [(module, projection) for module, projection in found if module is not None]
 
     def _renewed(self, old: Operand, new: Operand) -> Operand:
         """``new``, at the addresses of ``old`` if that can be."""
@@ -140,6 +174,8 @@ class WeightOperands:
             kept = (stamp, pack_weight(weight, self.numerics, transposed=transposed))
             if self.cache == "packed":
                 self._packed[key] = kept
+            else:
+                self._packed.pop(key, None)  # what was put there stood for other values
         operand = kept[1].operand()
         return operand if self.cache == "packed" else Operand(operand.values, operand.scale)
 
