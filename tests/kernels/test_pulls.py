@@ -37,7 +37,7 @@ def test_operands_of_a_checked_site(complete, device, make_values, same):
     def guided(checked: bool) -> GuidedRows:
         record = whole.reduce(1, 2, valid, checked=checked)
         record.checks = record.checks[None]
-        pulls = Pulls(1, [lambda _, rows: whole.planes[rows].cpu()], ROWS) if checked else None
+        pulls = Pulls(1, [lambda _, rows: whole.planes[rows].cpu()], ROWS, int(valid.sum())) if checked else None
         return GuidedRows(valid, complete, int(valid.sum()), {site: record}, pulls)
 
     found = []

@@ -242,7 +242,7 @@ def _stack_guidance(examples: Sequence[Example], width: int, device: torch.devic
             guided[b, : e.rows] = e.record.valid
         complete = complete and bool(guided[b, : e.rows].all())
     sites = stack_sites([e.record for e in examples], known, width, device)
-    pulls, plan = None, Plan.parse(known.plan)
+    pulls, plan, count = None, Plan.parse(known.plan), int(guided.sum())
     if plan.checked:
-        pulls = Pulls(plan.bits, [None if e.record is None else e.record.pull for e in examples], width)
-    return GuidedRows(guided.flatten().to(device, non_blocking=True), complete, int(guided.sum()), sites, pulls)
+        pulls = Pulls(plan.bits, [None if e.record is None else e.record.pull for e in examples], width, count)
+    return GuidedRows(guided.flatten().to(device, non_blocking=True), complete, count, sites, pulls)

@@ -64,6 +64,8 @@ class Pulls:
     """Who has the bits of each sequence."""
     width: int
     """``S``."""
+    rows: int
+    """Rows that have guidance."""
 
     def settle(
         self,
@@ -104,7 +106,7 @@ class Pulls:
             planes[places] = pulled.to(planes.device)
             counts.pulled_bytes += pulled.nbytes
         record.planes = planes
-        counts.vectors += int(guided.sum()) * record.shape.vectors
+        counts.vectors += self.rows * record.shape.vectors
         counts.pulled += len(failed) * record.shape.vectors
 
     def _pull(self, b: int, record: SiteRecord, rows: Sequence[int], checks: Tensor) -> Tensor:
@@ -117,6 +119,6 @@ class Pulls:
         wanted = (len(rows), shape.vectors, self.bits * shape.width // 8)
         if bits.dtype != torch.uint8 or tuple(bits.shape) != wanted:
             raise GuidanceCorrupt(f"site {shape.site}: {bits.dtype} {tuple(bits.shape)} was pulled, not uint8 {wanted}")
-        if not torch.equal(code_checks(bits.flatten(1)), checks.cpu()):
+        if not torch.equal(code_checks(bits.flatten(1)).cpu(), checks.cpu()):
             raise GuidanceCorrupt(f"site {shape.site}: bits that were pulled for sequence {b} do not pass their checks")
         return bits
