@@ -15,12 +15,15 @@ from tracefp4.evaluation.gap import Scored
 from tracefp4.evaluation.measure import DEFAULT_ROWS, Gauge, MeasureSettings, measure
 from tracefp4.evaluation.rows import Measurement, Row, gap_row
 from tracefp4.formats.spec import get_spec
+from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.sizes import bytes_per_token
+from tracefp4.models.layout import describe
 from tracefp4.models.tiny import tiny_model
 from tracefp4.rl.statistics import cluster_sums, ratio_bootstrap
 
 SMALL = MeasureSettings(
     model="tiny:qwen3_moe",
-    plans=("r4-all+mid@replay", "r1-all+mid", "r1-all+mid/s3", "r1-all:kv"),
+    plans=("r4-all+mid@replay", "r1-all+mid", "r1-all+mid/s3", "r1-all:kv", "c1-all+mid/s3"),
     prompts=3,
     samples=2,
     max_new_tokens=12,
@@ -55,8 +58,8 @@ def _row(found: Measurement, name: str, plan: str | None = None, replay: bool = 
 
 def test_every_row_is_there(measured) -> None:
     found, _, _ = measured
-    assert [row.name for row in found.rows] == ["bf16_floor", "fp4_vs_bf16", "qat", *["guided"] * 4, "qat", "guided"]
-    assert [row.route_replay for row in found.rows] == [True] * 7 + [False] * 2
+    assert [row.name for row in found.rows] == ["bf16_floor", "fp4_vs_bf16", "qat", *["guided"] * 5, "qat", "guided"]
+    assert [row.route_replay for row in found.rows] == [True] * 8 + [False] * 2
     assert found.prompts == 3
     assert found.device == "cpu"
     for row in found.rows:
@@ -75,6 +78,19 @@ def test_guidance_narrows_the_gap(measured) -> None:
     assert guided.wrong_code_rate < qat.wrong_code_rate
     assert guided.k3 <= _row(found, "guided", "r1-all:kv").k3
     assert _row(found, "bf16_floor").k3 < _row(found, "fp4_vs_bf16").k3
+
+
+def test_a_checked_plan_measures_as_its_bits_and_counts_what_it_pulls(measured) -> None:
+    found, _, _ = measured
+    sent, checked = (_row(found, "guided", f"{word}1-all+mid/s3") for word in "rc")
+    same = ("k3", "k3_ci", "mean_abs", "max", "min", "p999", "wrong_code_rate", "scale_check_failures", "code_steps")
+    for name in same:
+        assert getattr(sent, name) == getattr(checked, name), name
+    assert sent.pulled_share is None and checked.pulled_share is not None and 0 < checked.pulled_share < 1
+    layout, spec = describe(tiny_model("qwen3_moe")), get_spec(found.spec)
+    sizes = (bytes_per_token(Plan.parse(row.plan or ""), layout.site_shapes(spec), 2) for row in (sent, checked))
+    assert sent.bytes_per_token == next(sizes)
+    assert checked.bytes_per_token is not None and checked.bytes_per_token > next(sizes)
 
 
 def test_replayed_codes_are_the_rollouts(measured) -> None:
@@ -124,7 +140,7 @@ def test_sites_are_reported_for_each_quantized_row(measured) -> None:
 def test_bytes_grow_with_the_plan(measured) -> None:
     found, _, _ = measured
     sizes = [row.bytes_per_token for row in found.rows if row.plan and row.route_replay]
-    whole, one_bit, congruent, kv = sizes
+    whole, one_bit, congruent, kv, _ = sizes
     assert whole > one_bit > congruent > kv > 0
 
 

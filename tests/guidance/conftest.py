@@ -42,7 +42,8 @@ def make_record(
         codes = random_tensor(rng, (rows, shape.vectors, shape.width), 16)
         scales = random_tensor(rng, (rows, shape.vectors, shape.width // shape.block), 127)
         wide = torch.from_numpy(rng.random((rows, shape.vectors), dtype=np.float32)) if shape.token_scale else None
-        sites[shape.site] = SiteRecord.pack(shape, codes, scales, wide, parsed.bits, parsed.scale_bits, valid)
+        part = SiteRecord.pack(shape, codes, scales, wide, parsed.bits, parsed.scale_bits, valid)
+        sites[shape.site] = part.reduce(parsed.bits, parsed.scale_bits, valid, checked=parsed.checked)
     experts = None
     if routes is not None:
         experts = torch.from_numpy(rng.integers(0, 200, (rows, *routes[1:]))).to(routes[0])
@@ -80,6 +81,12 @@ def small(make: Maker) -> Record:
 def tiny(make: Maker) -> Record:
     """A record of 5 rows with one site, small enough for exhaustive tests."""
     return make("r1-all/s3", SMALL[:1], range(6), routes=(torch.uint8, 1, 2), absent=[1])
+
+
+@pytest.fixture(scope="session")
+def checked(make: Maker) -> Record:
+    """A record of 19 rows under a checked plan."""
+    return make("c1-all+mid/s2", SMALL, range(100, 120), absent=[4, 17])
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from tracefp4.guidance.codec import (
     CHUNK,
     check_keys,
     clean_padding,
+    code_checks,
     pack_bits,
     pack_scales,
     scale_bytes,
@@ -177,6 +178,45 @@ def test_swapped_tokens_are_seen() -> None:
     assert not torch.equal(scale_checks(shifted), scale_checks(scales))
 
 
+@given(rows=st.integers(1, 20), n=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=40)
+def test_checks_of_codes_are_those_of_a_chunk_of_one_token(rows: int, n: int, seed: int) -> None:
+    planes, valid = random_bytes(seed, (rows, n)), random_bytes(seed + 1, (rows,), 2).bool()
+    expected = [slow_check([row], [bool(known)]) for row, known in zip(planes.tolist(), valid, strict=True)]
+    assert [c % 2**32 for c in code_checks(planes, valid).tolist()] == expected
+
+
+@pytest.mark.parametrize("n", [1, 8, 72, 1024])
+def test_every_flip_of_one_bit_is_seen(n: int) -> None:
+    planes = random_bytes(12, (1, n))
+    flipped = planes.repeat(8 * n, 1)
+    index = torch.arange(8 * n)
+    flipped[index, index // 8] ^= (1 << index % 8).to(torch.uint8)
+    assert (code_checks(flipped) != code_checks(planes)).all()
+
+
+@given(n=st.integers(1, 300), flips=st.integers(2, 60), seed=st.integers(0, 2**32 - 1))
+def test_flips_of_many_bits_are_seen(n: int, flips: int, seed: int) -> None:
+    planes = random_bytes(seed, (50, n))
+    places = torch.from_numpy(np.random.default_rng(seed).integers(0, 8 * n, (50, flips)))
+    changes = torch.zeros(50, 8 * n, dtype=torch.uint8).scatter_(1, places, 1)
+    changed = planes ^ pack_bits(changes, 1)
+    assert ((code_checks(changed) != code_checks(planes)) == changes.any(1)).all()
+
+
+def test_checks_of_codes_know_the_order() -> None:
+    planes = random_bytes(13, (200, 64))
+    words = planes.unflatten(1, (16, 4))
+    for other in (words.roll(1, 1), words.flip(1), words[:, [1, 0, *range(2, 16)]], words.flip(2)):
+        assert (code_checks(other.flatten(1)) != code_checks(planes)).all()
+    assert (code_checks(planes.roll(1, 0)) != code_checks(planes)).all()
+
+
+def test_checks_of_codes_on_both_devices_are_equal(device: torch.device) -> None:
+    planes = random_bytes(14, (3, 70, 11))
+    assert torch.equal(code_checks(planes.to(device)).cpu(), code_checks(planes))
+
+
 def test_refused_input() -> None:
     good = torch.zeros(2, 16, dtype=torch.uint8)
     with pytest.raises(FormatError, match="multiple of 8"):
@@ -193,6 +233,8 @@ def test_refused_input() -> None:
         unpack_scales(good, 3, 10)
     with pytest.raises(FormatError, match="scale checks"):
         scale_checks(good.int())
+    with pytest.raises(FormatError, match="code checks"):
+        code_checks(good[0])
 
 
 def test_axes_of_size_one_may_have_any_stride() -> None:

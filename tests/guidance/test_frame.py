@@ -32,7 +32,7 @@ def assert_equal(a: Record, b: Record) -> None:
     for site, part in a.sites.items():
         other = b.sites[site]
         assert (part.shape, part.bits, part.scale_bits) == (other.shape, other.bits, other.scale_bits)
-        for field in ("planes", "scales", "global_scale", "checks"):
+        for field in ("planes", "scales", "global_scale", "checks", "code_checks"):
             mine, theirs = getattr(part, field), getattr(other, field)
             assert mine is theirs is None or torch.equal(mine, theirs)
 
@@ -62,12 +62,13 @@ def site_shapes(draw: st.DrawFn) -> tuple[SiteShape, ...]:
     routes=st.none() | st.tuples(st.sampled_from([torch.uint8, torch.int16]), st.integers(1, 4), st.integers(1, 4)),
     absent=st.sets(st.integers(0, 39)),
     weight_version=st.integers(0, 2**63 - 1),
+    checked=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_round_trip(
-    make: Callable[..., Record], shapes, rows, bits, scale_bits, routes, absent, weight_version
+    make: Callable[..., Record], shapes, rows, bits, scale_bits, routes, absent, weight_version, checked
 ) -> None:
-    plan = str(Plan(bits, None, ALL_KINDS, scale_bits))
+    plan = str(Plan(bits, None, ALL_KINDS, scale_bits, checked=checked))
     record = make(
         plan,
         shapes,
@@ -291,3 +292,19 @@ def test_frames_of_device_tensors_are_equal(small: Record) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     assert encode(small.to("cuda")) == encode(small)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"planes": torch.zeros(19, 1, 6, dtype=torch.uint8)}, r"has 1 bits a code .* 'c1-all\+mid/s2' 0 and 2"),
+        ({"code_checks": None}, "code_checks is missing"),
+        ({"code_checks": torch.zeros(2, dtype=torch.int32)}, r"code_checks is torch.int32 \(2,\), expected .* \(19,\)"),
+    ],
+)
+def test_checked_sites_that_do_not_fit(checked: Record, change: dict, message: str) -> None:
+    site = Site(0, Kind.EXPERTS_IN)
+    with pytest.raises(GuidanceError, match=message):
+        encode(replace(checked, sites=checked.sites | {site: replace(checked.sites[site], **change)}))
+    with pytest.raises(GuidanceError, match="0 bits a code"):
+        encode(replace(checked, plan="r1-all+mid/s2"))

@@ -17,17 +17,21 @@ from tracefp4.guidance.record import Record
 PAGE = (Path(__file__).parents[2] / "docs" / "frame-format.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["small", "tiny"])
+@pytest.mark.parametrize("name", ["small", "tiny", "checked"])
 def test_the_reader_of_the_page(request: pytest.FixtureRequest, tmp_path: Path, name: str) -> None:
     record: Record = request.getfixturevalue(name)
     script = tmp_path / "reader.py"
     script.write_text(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)[0])
     found = runpy.run_path(str(script), init_globals={"frame": encode(record)})
     assert found["valid"].tolist() == record.valid.tolist()
-    assert len(found["codes"]) == len(record.sites)
+    held = "code_checks" if name == "checked" else "codes"
+    assert len(found[held]) == len(found["codes"]) + len(found["code_checks"]) == len(record.sites)
     for site, part in record.sites.items():
         key, outcome = (site.layer, site.kind.value), part.outcome()
-        assert np.array_equal(found["codes"][key].reshape(-1, part.shape.width), outcome.low.numpy())
+        if part.code_checks is None:
+            assert np.array_equal(found["codes"][key].reshape(-1, part.shape.width), outcome.low.numpy())
+        else:
+            assert np.array_equal(found["code_checks"][key], part.code_checks.numpy().view(np.uint32))
         assert np.array_equal(found["scales"][key].reshape(outcome.scales.shape), outcome.scales.numpy())
         if outcome.global_scale is not None:
             assert np.array_equal(found["global_scales"][key].reshape(-1, 1), outcome.global_scale.numpy())

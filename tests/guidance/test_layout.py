@@ -17,20 +17,23 @@ from tracefp4.guidance.plan import Plan
 
 
 @pytest.mark.parametrize("rows", [0, 1, 16, 77])
-@pytest.mark.parametrize("plan", ["r1-all+mid", "r3-all+mid/s3"])
+@pytest.mark.parametrize("plan", ["r1-all+mid", "r3-all+mid/s3", "c2-all+mid/s2"])
 def test_runs_cover_every_site_once_and_show_its_sections(small_shapes, qwen35, rows, plan) -> None:
     for shapes in (small_shapes, qwen35, qwen35[3:20], qwen35[:1]):
         layout = make_layout(Plan.parse(plan), make_table(shapes), rows, None)
         frame = torch.arange(layout.size // 4 + 1, dtype=torch.int32).view(torch.uint8)
         assert sorted(i for run in layout.table.runs for i in run.sites) == list(range(len(shapes)))
         for run in layout.table.runs:
-            parts = layout.parts(frame, 0, run)
+            parts, checked = layout.parts(frame, 0, run), layout.plan.checked
+            if checked:
+                assert not parts.planes.numel()
+                parts = parts._replace(planes=None)
             for place, index in enumerate(run.sites):
                 entry = layout.sites[index]
                 assert layout.table.shapes[index] == entry.shape
-                for part, section in zip(
-                    parts, (entry.codes, entry.block_scales, entry.global_scales, entry.checks), strict=True
-                ):
+                codes = (None, entry.codes) if checked else (entry.codes, None)
+                others = (entry.block_scales, entry.global_scales, codes[1], entry.checks)
+                for part, section in zip(parts, (codes[0], *others), strict=True):
                     assert (part is None) == (section is None)
                     if part is not None and section[1]:
                         own = part[place].contiguous().flatten().view(torch.uint8)

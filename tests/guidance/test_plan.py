@@ -41,6 +41,8 @@ def shapes(layers: int = 4) -> list[SiteShape]:
         ("r1-all+mid[0-3]", Plan(1, None, ALL_KINDS, 8, ((MID, ((0, 3),)),))),
         ("r1-all:experts[0-19,25]/s2", Plan(1, None, (IN,), 2, ((IN, ((0, 19), (25, 25))),))),
         ("r2-all:experts+kv[0-4]", Plan(2, None, (IN, K, V, LATENT), 8, tuple((k, ((0, 4),)) for k in (K, V, LATENT)))),
+        ("c1-all+mid/s2", Plan(1, None, ALL_KINDS, 2, checked=True)),
+        ("c4-l3:kv", Plan(4, 3, (K, V, LATENT), checked=True)),
         ("none", Plan(0, kinds=())),
     ],
 )
@@ -69,12 +71,13 @@ def test_other_names_of_a_plan_are_shortened(text: str, short: str) -> None:
     kinds=st.lists(st.sampled_from(ALL_KINDS), min_size=1),
     scale_bits=st.sampled_from([8, 3, 2]),
     ranges=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9)).map(lambda p: (p[0], p[0] + p[1])), max_size=3),
+    checked=st.booleans(),
 )
 def test_every_plan_has_a_name(
-    bits: int, depth: int | None, kinds: list[Kind], scale_bits: int, ranges: list[tuple[int, int]]
+    bits: int, depth: int | None, kinds: list[Kind], scale_bits: int, ranges: list[tuple[int, int]], checked: bool
 ) -> None:
     spans = ((kinds[0], tuple(ranges)),) if ranges else ()
-    plan = Plan(bits, depth, tuple(kinds), scale_bits, spans)
+    plan = Plan(bits, depth, tuple(kinds), scale_bits, spans, checked)
     assert Plan.parse(str(plan)) == plan
 
 
@@ -89,6 +92,7 @@ def test_every_plan_has_a_name(
         ("r1-all+mid/s4", "r1-all+mid/s3"),
         ("r1-all:kvs", "r1-all:kv"),
         ("nonr", "none"),
+        ("c1-al+mid", "c1-all+mid"),
     ],
 )
 def test_errors_name_the_nearest_plan(text: str, nearest: str) -> None:
@@ -112,7 +116,15 @@ def test_a_site_named_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"bits": 5}, {"bits": 0}, {"bits": 1, "depth": 0}, {"bits": 1, "scale_bits": 4}, {"bits": 1, "kinds": ()}]
+    "wrong",
+    [
+        {"bits": 5},
+        {"bits": 0},
+        {"bits": 1, "depth": 0},
+        {"bits": 1, "scale_bits": 4},
+        {"bits": 1, "kinds": ()},
+        {"bits": 0, "kinds": (), "checked": True},
+    ],
 )
 def test_impossible_plans(wrong: dict) -> None:
     with pytest.raises(ConfigError):

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from tracefp4.core import Kind, Site
 from tracefp4.errors import GuidanceError
 from tracefp4.guidance import header
 from tracefp4.guidance.codec import unpack_scales
-from tracefp4.guidance.frame import decode, encode, encode_rows
+from tracefp4.guidance.frame import decode, encode, encode_rows, pending_rows
 from tracefp4.guidance.layout import table_of
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record
@@ -44,18 +45,20 @@ def bundle(records: list[Record], wholes: list[Record]) -> tuple[Sheaf, list[int
 
             scales = spread("scales", wholes)
             whole = unpack_scales(scales, 8, shape.width // shape.block)
-            sheaf.put(index, position, spread("planes", records), whole, spread("global_scale", records))
+            sheaf.put(index, position, spread("planes", wholes), whole, spread("global_scale", records))
     return sheaf, starts
 
 
-@pytest.mark.parametrize("plan", ["r1-all+mid", "r2-all+mid/s3", "r4-all+mid/s2", "r1-all:kv/s3"])
+@pytest.mark.parametrize(
+    "plan", ["r1-all+mid", "r2-all+mid/s3", "r4-all+mid/s2", "r1-all:kv/s3", "c1-all+mid/s2", "c3-all"]
+)
 @pytest.mark.parametrize("lengths", [(19,), (16, 1, 0, 35), (5, 33)])
 def test_frames_of_a_sheaf_are_those_of_its_records(make: Maker, small_shapes, qwen35, plan, lengths) -> None:
     for shapes in (small_shapes, qwen35[:11]):
         wholes, records = [], []
         for seed, rows in enumerate(lengths):
             some = {"seed": seed, "absent": [3] if rows > 5 else []}
-            wholes.append(make(plan.partition("/")[0], shapes, range(7, 8 + rows), **some))
+            wholes.append(make(plan.replace("c", "r").partition("/")[0], shapes, range(7, 8 + rows), **some))
             records.append(make(plan, shapes, range(7, 8 + rows), **some))
         sheaf, starts = bundle(records, wholes)
         for start, record in zip(starts, records, strict=True):
@@ -109,6 +112,25 @@ def test_what_cannot_be_framed_is_said(make: Maker, small_shapes) -> None:
         about = {"token_hash": "0" * 32, "numerics_hash": "n", "weight_version": 0} | wrong
         with pytest.raises(GuidanceError, match=f"cannot be framed: {message}"):
             encode_rows(sheaf, 0, 19, **about)
+
+
+def test_bits_that_were_checked_are_pulled_row_by_row(make: Maker, small_shapes) -> None:
+    plans = ("r2-all+mid", "c2-all+mid/s2")
+    wholes, records = ([make(plan, small_shapes, range(7, 8 + n), seed=n) for n in (19, 5)] for plan in plans)
+    sheaf, starts = bundle(records, wholes)
+    for start, record, whole in zip(starts, records, wholes, strict=True):
+        about = {"token_hash": record.token_hash, "numerics_hash": record.numerics_hash, "weight_version": 3}
+        pending = pending_rows(sheaf, start, record.rows, **about)
+        assert pending.take() == encode(record)
+        for site, part in whole.sites.items():
+            for rows in ([], [4], [3, 0]):
+                assert torch.equal(pending.pull(site, rows), part.planes[rows])
+        with pytest.raises(GuidanceError, match=f"rows 1 to {record.rows} were asked for"):
+            pending.pull(site, [1, record.rows])
+        with pytest.raises(GuidanceError, match=r"no bits of site 9\.k"):
+            pending.pull(Site(9, Kind.K), [0])
+    plain, _ = bundle(wholes, wholes)
+    assert pending_rows(plain, 0, 19, **about).pull is None
 
 
 def test_rows_outside_a_sheaf_are_refused(make: Maker, small_shapes) -> None:

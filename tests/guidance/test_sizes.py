@@ -39,7 +39,7 @@ def test_whole_codes_everywhere_on_qwen35(make, qwen35) -> None:
     assert sum(kinds[kind][part] for kind in ("k", "v") for part in ("codes", "block_scales")) == 10 * 5760
 
 
-@pytest.mark.parametrize("plan", ["r1-l20", "r1-all+mid/s3", "r2-all:kv/s2", "r4-l1+mid"])
+@pytest.mark.parametrize("plan", ["r1-l20", "r1-all+mid/s3", "r2-all:kv/s2", "r4-l1+mid", "c1-all+mid/s2"])
 @pytest.mark.parametrize("rows", [0, 1, 17, 64])
 def test_sizes_equal_real_frames(make, qwen35, plan: str, rows: int) -> None:
     for routes, version in ((None, 0), ((torch.int16, 40, 8), 70_000)):
@@ -51,7 +51,7 @@ def test_sizes_equal_real_frames(make, qwen35, plan: str, rows: int) -> None:
         assert told == sizes(Plan.parse(plan), chosen, rows, routes=shape, weight_version=version)
 
 
-@pytest.mark.parametrize("plan", ["r1-l20", "r1-all+mid/s3", "r3-all/s2"])
+@pytest.mark.parametrize("plan", ["r1-l20", "r1-all+mid/s3", "r3-all/s2", "c1-all+mid/s2"])
 def test_bytes_per_token_is_the_growth_of_a_frame(qwen35, plan: str) -> None:
     parsed = Plan.parse(plan)
     few, many = (sizes(parsed, qwen35, rows, num_layers=40) for rows in (1600, 3200))
@@ -64,3 +64,5 @@ def test_congruent_scales_cost_what_they_promise(qwen35) -> None:
     three = bytes_per_token(Plan.parse("r1-all:experts/s3"), qwen35, 40)
     assert whole == 40 * (256 + 128 + 4)
     assert three == 40 * (256 + 48 + 4 + 0.25)
+    for bits in (1, 4):
+        assert bytes_per_token(Plan.parse(f"c{bits}-all:experts/s2"), qwen35, 40) == 40 * (4 + 32 + 4 + 0.25)

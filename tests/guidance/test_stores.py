@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracefp4.core import Handle
+from tracefp4.core import Handle, Kind, Site
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.frame import Expectation, decode, encode
@@ -235,6 +237,52 @@ def test_plain_stores_take_at_once_a_late_one_when_somebody_looks() -> None:
     for _ in range(2):
         assert late.get(handle) == b"abcd"
     assert maker.asked == ["take a", "take b"]
+
+
+SITE = Site(2, Kind.K)
+
+
+def pulled(site: Site, rows: list[int]) -> torch.Tensor:
+    return torch.tensor([[[site.layer, row]] for row in rows], dtype=torch.uint8)
+
+
+def test_bits_are_pulled_for_as_long_as_their_frame_is_kept(store: Store) -> None:
+    frame = replace(Maker().pending("a", b"abcd"), pull=pulled)
+    if not store.serves_pulls:
+        with pytest.raises(GuidanceError, match="leaves bits with its engine"):
+            store.keep("a", frame)
+        with pytest.raises(GuidanceError, match="no bits of 'b' that could be pulled"):
+            store.pull(store.put("b", b"abcd"), SITE, [1])
+        assert store.keys() == ("b",)
+        return
+    handle, plain = store.keep("a", frame), store.put("b", b"abcd")
+    assert store.get(handle) == b"abcd"
+    assert store.pull(handle, SITE, [5, 3]).tolist() == [[[2, 5]], [[2, 3]]]
+    with pytest.raises(GuidanceMissing, match="'b' in .* came without bits to pull"):
+        store.pull(plain, SITE, [5])
+    with pytest.raises(GuidanceMissing, match="lies in store 'elsewhere'"):
+        store.pull(Handle("elsewhere", "a", 4), SITE, [5])
+    store.delete(handle)
+    with pytest.raises(GuidanceMissing):
+        store.pull(handle, SITE, [5])
+    store.put("a", b"abcd")  # another frame under the same key has no bits of the first
+    with pytest.raises(GuidanceMissing):
+        store.pull(handle, SITE, [5])
+    (handle,) = store.keep_all([("c", frame)])
+    assert store.get(handle) and store.pull(handle, SITE, [1]).numel() == 2
+    store.clear()
+    with pytest.raises(GuidanceMissing):
+        store.pull(handle, SITE, [1])
+
+
+def test_a_late_store_counts_what_is_pulled() -> None:
+    store = LateStore(MemoryStore())
+    handle = store.keep("a", replace(Maker().pending("a", b"abcd"), pull=pulled))
+    store.get(handle)
+    for rows in ([1, 2, 3], [4]):
+        store.pull(handle, SITE, rows)
+    assert store.counts() == Shipping(claimed=1, claimed_bytes=4, pulled_bytes=8)
+    assert store.counts() == Shipping()
 
 
 def test_frames_kept_together_are_those_kept_one_by_one(store: Store) -> None:

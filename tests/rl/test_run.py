@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from tracefp4.core import Kind
+from tracefp4.core import Handle, Kind, Rollout
 from tracefp4.errors import CheckpointError, ConfigError, GuidanceMismatch, GuidanceMissing, GuidanceStale, SyncError
 from tracefp4.guidance import frame
 from tracefp4.guidance.auto import LARGEST
+from tracefp4.guidance.late_store import Shipping
 from tracefp4.methods import METHODS
 from tracefp4.rl import run as run_module
-from tracefp4.rl.collect import digest_experience, make_requests, sampling_params, score
+from tracefp4.rl.collect import digest_experience, guidance_size, make_requests, sampling_params, score
 from tracefp4.rl.run import Run
 from tracefp4.rl.update import Tally
 from tracefp4.training.batch import MicroBatch, collate
@@ -359,6 +360,7 @@ def test_a_changed_weight_changes_the_digest(make_run: MakeRun) -> None:
         ("plan=auto:lots", "did you mean 'auto:4096'"),
         ("train.lag=1,train.guided_lag=1,plan=r1-all/s2", "use plan 'r1-all'"),
         ("train.lag=1,plan=auto:99", "changes as training goes"),
+        ("engine=vllm,plan=c1-all/s2", "engine 'vllm' does not serve; use plan 'r1-all/s2'"),
         ("decoder=replay", "'r4-all\\+mid'"),
         ("correction.reject=vetoo", "did you mean 'veto'"),
         ("correction.low=9", "not below correction.high"),
@@ -369,7 +371,7 @@ def test_a_changed_weight_changes_the_digest(make_run: MakeRun) -> None:
 )
 def test_contradicting_settings_are_refused_at_once(make_run: MakeRun, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_run(*override.split(",") if override.startswith("train.lag") else [override])
+        make_run(*override.split(","))
 
 
 def test_guidance_that_trains_nothing_is_never_written(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,6 +571,35 @@ def test_congruent_scales_are_checked_in_every_step(make_run: MakeRun) -> None:
         assert 0 <= metrics["guidance/scale_check_failures"] < 0.2
         assert 0 <= metrics["guidance/flip_rate"] < 0.1
         assert 0 <= metrics["guidance/scale_mismatch"] < 0.1
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_a_checked_plan_trains_as_its_bits_do_and_ships_what_it_pulls(make_run: MakeRun, recomputed: bool) -> None:
+    settings = ("steps=2", "eval.items=0", f"train.gradient_checkpointing={str(recomputed).lower()}")
+    sent = _train(make_run(*settings, "plan=r1-all+mid/s2", folder="sent"))
+    run = make_run(*settings, "plan=c1-all+mid/s2", folder="checked")
+    asked = []
+    pull = run.store.pull
+    run.store.pull = lambda *given: asked.append(pull(*given)) or asked[-1]
+    checked = _train(run)
+    assert not run.store.keys()
+    weights = {"guidance/bytes_per_token", "guidance/bits_per_value", "guidance/shipped_bytes_per_token"}
+    apart = {"guidance/pulled_share", "guidance/saved_share", *weights}
+    for one, other in zip(_without_clocks(sent), _without_clocks(checked), strict=True):
+        assert {k: v for k, v in one.items() if k not in apart} == {k: v for k, v in other.items() if k not in apart}
+    trained = [m for m in checked if "grad_norm" in m]
+    assert trained and all(0 < m["guidance/pulled_share"] < 1 for m in trained)
+    # Bytes of frames alone: those of the plan without what was pulled.
+    rows = [m["guidance/bytes_per_token"] / m["guidance/bits_per_value"] for m in checked]
+    assert rows == pytest.approx([sum(shape.values for shape in run.guided_shapes) / 8] * 2)
+    assert sum(bits.nbytes for bits in asked) > 0
+
+
+def test_pulled_bytes_are_shipped_bytes() -> None:
+    rollout = Rollout("a", 0, (1, 2), (3, 4), (0.0, 0.0), 0, "stop", guidance=Handle("s", "k", 300))
+    found = guidance_size([rollout], 16, Shipping(claimed=1, claimed_bytes=300, pulled_bytes=90))
+    assert found["guidance/bytes_per_token"] == found["guidance/shipped_bytes_per_token"] == 130
+    assert found["guidance/bits_per_value"] == 65 and found["guidance/saved_share"] == 0
 
 
 def test_gradient_checkpointing_changes_nothing(make_run: MakeRun) -> None:

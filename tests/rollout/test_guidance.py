@@ -8,12 +8,20 @@ import pytest
 import torch
 
 from tracefp4.core import KV_KINDS, Kind
+from tracefp4.errors import EngineError
 from tracefp4.formats import e2m1
 from tracefp4.formats.blocks import Quantized, quantize
-from tracefp4.guidance.codec import scale_checks, unpack_bits
+from tracefp4.formats.spec import get_spec
+from tracefp4.guidance.codec import code_checks, scale_checks, unpack_bits
+from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.frame import Expectation, decode
+from tracefp4.guidance.late_store import LateStore
+from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import restrict
+from tracefp4.models.tiny import tiny_model
+from tracefp4.rollout.admission import stored_plan
+from tracefp4.rollout.embedded import EmbeddedEngine
 
 
 def assert_rows_equal(one, other, rows: int) -> None:
@@ -66,7 +74,9 @@ def test_recorded_codes_are_those_in_the_pool(make_bench, make_request):
         assert torch.equal(again.dequantize(), Quantized(found, scales, None, numerics).dequantize())
 
 
-@pytest.mark.parametrize("plan", ["r1-all+mid", "r2-l1+mid/s3", "r1-all:kv/s2", "r3-l1:experts", "r1-l2:mid/s3"])
+@pytest.mark.parametrize(
+    "plan", ["r1-all+mid", "r2-l1+mid/s3", "r1-all:kv/s2", "r3-l1:experts", "r1-l2:mid/s3", "c1-all+mid/s2"]
+)
 def test_a_plan_records_what_a_larger_one_can_be_cut_to(make_bench, make_request, plan):
     requests = [make_request("a", 9, samples=2, max_new_tokens=10)]
     whole, part = make_bench(plan="r4-all+mid"), make_bench(plan=plan)
@@ -78,9 +88,42 @@ def test_a_plan_records_what_a_larger_one_can_be_cut_to(make_bench, make_request
         assert found.plan == plan and found.sites.keys() == expected.sites.keys()
         assert_rows_equal(expected, found, found.rows)
         for site, record in found.sites.items():
-            checks = expected.sites[site].checks
-            assert (record.checks is None) == (checks is None)
-            assert checks is None or torch.equal(record.checks, checks)
+            for name in ("checks", "code_checks"):
+                checks = getattr(expected.sites[site], name)
+                assert (getattr(record, name) is None) == (checks is None)
+                assert checks is None or torch.equal(getattr(record, name), checks)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_bits_of_a_checked_plan_stay_with_the_engine_until_they_are_pulled(make_bench, make_request, family):
+    requests = [make_request("a", 9, samples=2, max_new_tokens=10), make_request("b", 3)]
+    sent, checked = make_bench(family, plan="r2-all+mid/s2"), make_bench(family, plan="c2-all+mid/s2")
+    assert checked.engine.plan.checked
+    rollouts = checked.engine.generate(requests)
+    for rollout, other in zip(rollouts, sent.engine.generate(requests), strict=True):
+        assert rollout.response_ids == other.response_ids and rollout.guidance.nbytes < other.guidance.nbytes
+        record = checked.record(rollout)
+        for site, part in sent.record(other).sites.items():
+            rows = list(range(0, record.rows, 3))
+            bits = checked.store.pull(rollout.guidance, site, rows)
+            assert torch.equal(bits, part.planes[rows])
+            assert torch.equal(code_checks(bits.flatten(1)), record.sites[site].code_checks[rows])
+            assert not record.sites[site].planes.numel()
+
+
+def test_a_checked_plan_needs_an_engine_and_a_store_that_serve_pulls(tmp_path):
+    plan, model = Plan.parse("c1-all+mid/s2"), tiny_model("qwen3_moe")
+    with (
+        FileStore(tmp_path) as files,
+        pytest.raises(
+            EngineError, match="plan 'c1-all\\+mid/s2' leaves bits with the engine .* 'r1-all\\+mid/s2' sends"
+        ),
+    ):
+        EmbeddedEngine(model, None, get_spec("nvfp4-w4a4-kv4"), plan, files)
+    # Other engines do not say that they answer.
+    with pytest.raises(EngineError, match="takes the embedded engine"):
+        stored_plan(plan, MemoryStore())
+    assert stored_plan(plan, LateStore(MemoryStore()), serves_pulls=True) == plan
 
 
 def test_a_frame_meets_the_expectation_of_its_trainer(make_bench, make_request):

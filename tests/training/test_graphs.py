@@ -11,6 +11,8 @@ import torch
 from tracefp4.errors import TrainingError
 from tracefp4.evaluation.bench_train import SHAPES, Case
 from tracefp4.formats.spec import get_spec
+from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.record import restrict
 from tracefp4.models.binding import bound
 from tracefp4.training.batch import collate, plan_micro_batches
 from tracefp4.training.graphs import KEPT, DecoderGraphs, padded_width, refusal
@@ -180,6 +182,21 @@ def test_a_failed_capture_is_told_and_training_goes_on(case):
             found = _gradients(case, sites, batch, graphs)
         _same(found, _gradients(case, sites, batch, None))
     assert graphs.failure == "operation not permitted when stream is capturing"
+
+
+def test_a_checked_plan_runs_step_by_step_and_says_so(case, capture):
+    layout, sites = case.layout, TrainerSites(case.layout, get_spec("nvfp4-w4a4-kv4"))
+    example = case.micro_batches[0][0]
+    plan, shapes = Plan.parse("c1-all+mid/s2"), layout.site_shapes(get_spec("nvfp4-w4a4-kv4"))
+    checked = replace(example, record=restrict(example.record, plan, shapes, layout.num_layers))
+    found = []
+    with bound(case.model, sites):
+        graphs = DecoderGraphs(case.model, sites, 256, capture)
+        batch = collate([checked], case.device)
+        with pytest.warns(RuntimeWarning, match="without CUDA graphs: bits of a checked plan are pulled"):
+            found.append(_gradients(case, sites, batch, graphs))
+        found.append(_gradients(case, sites, collate([checked], case.device), None))
+    assert len(graphs) == 0 and torch.equal(found[0][0], found[1][0])
 
 
 def test_few_programs_are_kept(case, capture):

@@ -19,6 +19,7 @@ from tracefp4.guidance.record import Record
 from tracefp4.training.batch import Example, collate, plan_micro_batches
 from tracefp4.training.observe import Observer
 from tracefp4.training.policy import token_logprobs
+from tracefp4.training.pulls import PullCounts
 from tracefp4.training.sites import TrainerSites
 
 
@@ -32,6 +33,15 @@ class Scored:
     observer: Observer = field(default_factory=Observer)
     scale_check_failures: float | None = None
     """Share of checked chunks whose congruent scales were restored wrongly."""
+    pulled: PullCounts | None = None
+    """What was pulled of checked sites."""
+    rows: int = 0
+    """Rows of all rollouts."""
+
+    @property
+    def pulled_bytes_per_token(self) -> float:
+        """Bytes of bits that were pulled, a row; 0 without checked sites."""
+        return 0.0 if self.pulled is None else self.pulled.pulled_bytes / max(self.rows, 1)
 
     @property
     def all(self) -> np.ndarray:
@@ -70,6 +80,7 @@ def score(
     device = next(model.parameters()).device
     examples = [_example(i, r, guidance[i] if guidance else None) for i, r in enumerate(rollouts)]
     out = Scored([np.empty(0)] * len(rollouts), [np.empty(0)] * len(rollouts), observer or Observer())
+    out.rows = sum(rollout.rows for rollout in rollouts)
     done = 0
     for group in plan_micro_batches(examples, micro_tokens):
         batch = collate(group, device)
@@ -87,7 +98,7 @@ def score(
         done += len(group)
         if progress is not None:
             progress(done)
-    out.scale_check_failures = sites.checks.take()
+    out.scale_check_failures, out.pulled = sites.checks.take(), sites.pulled.take()
     return out
 
 

@@ -30,6 +30,8 @@ class Row:
     wrong_code_rate: float | None
     bytes_per_token: float | None
     scale_check_failures: float | None = None
+    pulled_share: float | None = None
+    """Share of the vectors of checked sites whose bits were pulled; their bytes are in ``bytes_per_token``."""
     code_steps: list[float] | None = None
     """Shares of codes that are 0, 1, 2, 3, 4 or more codebook entries from the rollout's."""
 
@@ -63,7 +65,10 @@ def gap_row(
     replay: bool,
     size: float | None,
 ) -> Row:
-    """Summarise deltas into a row; ``prompts`` gives the prompt number of each rollout."""
+    """Summarise deltas into a row; ``prompts`` gives the prompt number of each rollout.
+
+    ``size`` is the bytes a token that the plan sends, without those that were pulled.
+    """
     delta = scored.all
     clusters = np.repeat(np.asarray(prompts), [len(d) for d in scored.deltas])
     interval = ratio_bootstrap(*cluster_sums(k3(delta), clusters))
@@ -80,7 +85,8 @@ def gap_row(
         min=float(delta.min()),
         p999=float(np.quantile(np.abs(delta), 0.999)),
         wrong_code_rate=totals.get("wrong_code_rate"),
-        bytes_per_token=size,
+        bytes_per_token=None if size is None else size + scored.pulled_bytes_per_token,
         scale_check_failures=scored.scale_check_failures,
+        pulled_share=None if scored.pulled is None else scored.pulled.share,
         code_steps=scored.observer.histogram() or None,
     )

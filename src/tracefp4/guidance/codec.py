@@ -25,9 +25,12 @@ needs two sums less than 2^32 apart. Their difference is ``key * d + rest`` with
 that key it takes every multiple of a power of two (at most 2^31) equally often, so at most a fraction 2^-31 of the keys
 miss a given error. Integer sums do not depend on their order: every device gives the same number.
 
-A chunk is 16 tokens *of the sequence*, whatever batch it is computed in. 4 bytes for 16 tokens are a quarter byte a
-token and site, against the 80 bytes that 3-bit scales save on a vector of 2048. A chunk is also what a miss costs:
-smaller ones would lose fewer tokens to one wrong scale, larger ones would save next to nothing.
+The check of codes, which some plans send in the place of bits, is the same sum over the planes of one token at one
+site: a chunk of one token, whose words run through the planes of its vectors one after the other.
+
+A chunk of scales is 16 tokens *of the sequence*, whatever batch it is computed in. 4 bytes for 16 tokens are a quarter
+byte a token and site, against the 80 bytes that 3-bit scales save on a vector of 2048. A chunk is also what a miss
+costs: smaller ones would lose fewer tokens to one wrong scale, larger ones would save next to nothing.
 """
 
 from __future__ import annotations
@@ -174,13 +177,32 @@ def scale_checks(scales: Tensor, valid: Tensor | None = None) -> Tensor:
     """
     if scales.dtype != torch.uint8 or scales.ndim < 2:
         raise FormatError(f"scale checks take uint8 (..., T, n), got {scales.dtype} {tuple(scales.shape)}")
-    rows, n = scales.shape[-2:]
-    padded = torch.nn.functional.pad(scales, (0, -n % 4, 0, -rows % CHUNK))
+    return _checks(scales, valid, CHUNK)
+
+
+def code_checks(planes: Tensor, valid: Tensor | None = None) -> Tensor:
+    """One check for each token, over the recorded bits of all its vectors at a site.
+
+    Args:
+        planes: uint8 ``(..., T, n)``: the planes of all vectors of a token in one row (:func:`pack_bits`).
+        valid: bool ``(..., T)``; the check of a token that is not valid is 0. ``None``: all are.
+
+    Returns:
+        int32 ``(..., T)``: the 32 bits of each check. Other bits pass with a probability of at most 2^-31.
+    """
+    if planes.dtype != torch.uint8 or planes.ndim < 2:
+        raise FormatError(f"code checks take uint8 (..., T, n), got {planes.dtype} {tuple(planes.shape)}")
+    return _checks(planes, valid, 1)
+
+
+def _checks(data: Tensor, valid: Tensor | None, chunk: int) -> Tensor:
+    rows, n = data.shape[-2:]
+    padded = torch.nn.functional.pad(data, (0, -n % 4, 0, -rows % chunk))
     words = wider(padded, torch.int32).to(torch.int64) & 0xFFFFFFFF
     if valid is not None:
-        words = words * torch.nn.functional.pad(valid, (0, -rows % CHUNK))[..., None]
-    keys = _keys_on(words.shape[-1], scales.device)
-    sums = (words.unflatten(-2, (-1, CHUNK)) * keys).sum(dim=(-2, -1))
+        words = words * torch.nn.functional.pad(valid, (0, -rows % chunk))[..., None]
+    keys = _keys_on(words.shape[-1], data.device)[:chunk]
+    sums = (words.unflatten(-2, (-1, chunk)) * keys).sum(dim=(-2, -1))
     return (sums >> 32).to(torch.int32)
 
 

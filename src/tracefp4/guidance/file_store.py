@@ -24,7 +24,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from tracefp4.core import Handle
+from torch import Tensor
+
+from tracefp4.core import Handle, Site
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
 from tracefp4.guidance.store import Data, Pending, check_key
 from tracefp4.guidance.workers import side_by_side
@@ -111,8 +113,15 @@ class FileStore:
             raise GuidanceError(f"{self._name!r} holds other bytes under {key!r}; delete them first")
         return handle
 
+    @property
+    def serves_pulls(self) -> bool:
+        """Files have what was written; nobody answers for their engine later."""
+        return False
+
     def keep(self, key: str, frame: Pending) -> Handle:
-        """Take a frame from its engine at once, and keep it."""
+        """Take a frame from its engine at once, and keep it; one that leaves bits with the engine is refused."""
+        if frame.pull is not None:
+            raise GuidanceError(f"{key!r} leaves bits with its engine, which {self._name!r} could not ask for them")
         return self.put(key, frame.take())
 
     def keep_all(self, frames: Sequence[tuple[str, Pending]]) -> list[Handle]:
@@ -126,6 +135,10 @@ class FileStore:
         check_key(handle.key)
         with self._explained(f"read {handle.key!r}"):
             return self._read(handle)
+
+    def pull(self, handle: Handle, site: Site, rows: Sequence[int]) -> Tensor:
+        """Refused; see :attr:`serves_pulls`."""
+        raise GuidanceError(f"{self._name!r} keeps files, and no bits of {handle.key!r} that could be pulled")
 
     def delete(self, handle: Handle) -> None:
         """Remove the file of a handle."""

@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ def encode(record: Record) -> bytes:
             places = [[None] * len(run.sites) if p is None else p.unbind(0) for p in layout.parts(frame, start, run)]
             for index, *own in zip(run.sites, *places, strict=True):
                 part = record.sites[layout.table.shapes[index].site]
-                tensors = (part.planes, part.scales, part.global_scale, part.checks)
+                tensors = (part.planes, part.scales, part.global_scale, part.code_checks, part.checks)
                 for place, tensor in zip(own, tensors, strict=True):
                     if place is not None and tensor is not None:
                         place.copy_(tensor)
@@ -134,6 +134,8 @@ def pending_rows(
 ) -> Pending:
     """What :func:`encode_rows` writes, not written yet: the sheaf is kept until somebody claims the frame.
 
+    Under a checked plan it is kept for as long as its bits may be pulled.
+
     Raises:
         GuidanceError: the sheaf has no such rows, or the frame would be larger than the limits.
     """
@@ -145,7 +147,8 @@ def pending_rows(
             sheaf, start, rows, token_hash=token_hash, numerics_hash=numerics_hash, weight_version=weight_version
         )
 
-    return Pending(frame_size(layout, numerics_hash, weight_version), take, lambda: None)
+    pull = partial(sheaf.pull, start, rows) if layout.plan.checked else None
+    return Pending(frame_size(layout, numerics_hash, weight_version), take, lambda: None, pull)
 
 
 def _write_ends(body: Tensor, layout: Layout, valid: Tensor, routes: Tensor | None) -> None:
@@ -275,17 +278,19 @@ def _check_site(site: Site, part: SiteRecord, plan: Plan, rows: int) -> None:
     shape, bits = part.shape, plan.scale_bits
     if shape.site != site:
         raise GuidanceError(f"the record keeps site {shape.site} under {site}")
-    if part.scale_bits != bits or part.bits != plan.bits:
+    kept = 0 if plan.checked else plan.bits
+    if part.scale_bits != bits or part.bits != kept:
         raise GuidanceError(
             f"site {site} has {part.bits} bits a code and {part.scale_bits} a scale, "
-            f"plan {str(plan)!r} {plan.bits} and {bits}"
+            f"plan {str(plan)!r} {kept} and {bits}"
         )
     v, blocks = shape.vectors, shape.width // shape.block
     for name, dtype, dims in (
-        ("planes", torch.uint8, (rows, v, shape.width * plan.bits // 8)),
+        ("planes", torch.uint8, (rows, v, shape.width * kept // 8)),
         ("scales", torch.uint8, (rows, v, scale_bytes(blocks, bits))),
         ("global_scale", torch.float32, (rows, v) if shape.token_scale else None),
         ("checks", torch.int32, (chunks(rows),) if bits != 8 else None),
+        ("code_checks", torch.int32, (rows,) if plan.checked else None),
     ):
         _check_tensor(name, getattr(part, name), dtype, dims, site)
     if not clean_padding(part.scales, bits, blocks):

@@ -19,23 +19,27 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tracefp4.core import Handle
+from torch import Tensor
+
+from tracefp4.core import Handle, Site
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
 from tracefp4.guidance.store import Data, Pending, Store, check_key
 
 
 @dataclass(frozen=True, slots=True)
 class Shipping:
-    """What became of frames: those that left their engine, and those that were dropped there."""
+    """What became of frames: those that left their engine, those that were dropped there, and what was pulled."""
 
     claimed: int = 0
     claimed_bytes: int = 0
     dropped: int = 0
     dropped_bytes: int = 0
+    pulled_bytes: int = 0
+    """Of bits that frames had only checks of."""
 
     @property
     def saved_share(self) -> float:
-        """Share of the bytes that never left the engine; 0 if there were none."""
+        """Share of the frames' bytes that never left the engine; 0 if there were none."""
         return self.dropped_bytes / max(self.claimed_bytes + self.dropped_bytes, 1)
 
 
@@ -75,6 +79,11 @@ class LateStore:
         with self._lock:
             return self._inner.nbytes + sum(waiting.frame.nbytes for waiting in self._waiting.values())
 
+    @property
+    def serves_pulls(self) -> bool:
+        """Whether the inner store does."""
+        return self._inner.serves_pulls
+
     def put(self, key: str, data: Data) -> Handle:
         """Keep bytes that are here already: a frame that was claimed at once."""
         with self._lock:
@@ -111,6 +120,13 @@ class LateStore:
                 if self._find(handle) is waiting:  # else somebody was faster
                     self._fetch(handle, waiting.frame)
         return self._inner.get(handle)
+
+    def pull(self, handle: Handle, site: Site, rows: Sequence[int]) -> Tensor:
+        """Bits that a claimed frame has only checks of, counted; see :class:`~tracefp4.guidance.store.Store`."""
+        bits = self._inner.pull(handle, site, rows)
+        with self._lock:
+            self._counts = replace(self._counts, pulled_bytes=self._counts.pulled_bytes + bits.nbytes)
+        return bits
 
     def delete(self, handle: Handle) -> None:
         """Forget a frame; one that still waits is dropped where it lies, and counted."""

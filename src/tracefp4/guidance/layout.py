@@ -65,6 +65,7 @@ class SiteEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     block: int
     token_scale: bool
     codes: Section
+    """Their checks, if the plan is a checked one."""
     block_scales: Section
     global_scales: Section | None
     checks: Section | None
@@ -160,6 +161,8 @@ class Parts(NamedTuple):
     """uint8 ``(L, T, vectors, scale_bytes(width / block, scale_bits))``."""
     global_scale: Tensor | None
     """float32 ``(L, T, vectors)``."""
+    code_checks: Tensor | None
+    """int32 ``(L, T)`` under a checked plan, whose planes are empty."""
     checks: Tensor | None
     """int32 ``(L, ceil(T / 16))``."""
 
@@ -201,11 +204,12 @@ class Layout:
             flat = frame if size == 1 else frame[: len(frame) // size * size].view(dtype)
             return flat.as_strided((len(run.sites), *dims), strides[::-1], (start + section[0]) // size)
 
-        blocks = scale_bytes(shape.width // shape.block, self.plan.scale_bits)
+        blocks, checked = scale_bytes(shape.width // shape.block, self.plan.scale_bits), self.plan.checked
         return Parts(
-            view(entry.codes, torch.uint8, *whole, self.plan.bits * shape.width // 8),
+            view(entry.codes, torch.uint8, *whole, 0 if checked else self.plan.bits * shape.width // 8),
             view(entry.block_scales, torch.uint8, *whole, blocks),
             None if entry.global_scales is None else view(entry.global_scales, torch.float32, *whole),
+            view(entry.codes, torch.int32, self.rows) if checked else None,
             None if entry.checks is None else view(entry.checks, torch.int32, chunks(self.rows)),
         )
 
@@ -330,7 +334,7 @@ def _fixed(plan: Plan, table: SiteTable) -> _Fixed:
     dims: list[_Dims] = []
     row_bytes: list[tuple[int, int, int | None]] = []
     for shape in table.shapes:
-        codes, scales, wide = record_bytes(shape, plan.bits, plan.scale_bits).values()
+        codes, scales, wide = record_bytes(shape, plan.bits, plan.scale_bits, plan.checked).values()
         dims.append(
             (shape.site.layer, shape.site.kind.value, shape.vectors, shape.width, shape.block, shape.token_scale)
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from tracefp4.core import Handle
+from torch import Tensor
+
+from tracefp4.core import Handle, Site
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
-from tracefp4.guidance.store import Data, Pending, check_key
+from tracefp4.guidance.store import Data, Pending, Pull, check_key
 from tracefp4.guidance.workers import side_by_side
 
 
@@ -25,6 +27,7 @@ class MemoryStore:
     def __init__(self, name: str = "memory", max_bytes: int | None = None) -> None:
         self._name, self._max_bytes = name, max_bytes
         self._frames: dict[str, bytes | memoryview] = {}
+        self._pulls: dict[str, Pull] = {}
         self._nbytes = 0
         self._open = True
         self._lock = threading.Lock()
@@ -39,20 +42,25 @@ class MemoryStore:
         """Bytes kept at the moment."""
         return self._nbytes
 
+    @property
+    def serves_pulls(self) -> bool:
+        """The engine is in this process."""
+        return True
+
     def put(self, key: str, data: Data) -> Handle:
         """Keep ``data`` under ``key``; see :meth:`Store.put <tracefp4.guidance.store.Store.put>`."""
         return self._put(key, data if isinstance(data, bytes) else bytes(data))
 
     def keep(self, key: str, frame: Pending) -> Handle:
         """Take a frame from its engine at once, and keep it."""
-        return self._put(key, _own(frame.take()))
+        return self._put(key, _own(frame.take()), frame.pull)
 
     def keep_all(self, frames: Sequence[tuple[str, Pending]]) -> list[Handle]:
         """Take frames side by side, and keep them in this order."""
         taken = side_by_side([frame.take for _, frame in frames])
-        return [self._put(key, _own(data)) for (key, _), data in zip(frames, taken, strict=True)]
+        return [self._put(key, _own(data), frame.pull) for (key, frame), data in zip(frames, taken, strict=True)]
 
-    def _put(self, key: str, frame: bytes | memoryview) -> Handle:
+    def _put(self, key: str, frame: bytes | memoryview, pull: Pull | None = None) -> Handle:
         """Keep what nobody can change."""
         check_key(key)
         if not frame:
@@ -66,6 +74,8 @@ class MemoryStore:
                 self._check_room(key, len(frame))
                 self._frames[key] = frame
                 self._nbytes += len(frame)
+                if pull is not None:
+                    self._pulls[key] = pull
         return Handle(self._name, key, len(frame))
 
     def get(self, handle: Handle) -> memoryview:
@@ -78,11 +88,21 @@ class MemoryStore:
             )
         return memoryview(frame)
 
+    def pull(self, handle: Handle, site: Site, rows: Sequence[int]) -> Tensor:
+        """Bits that a frame has only checks of; see :meth:`Store.pull <tracefp4.guidance.store.Store.pull>`."""
+        with self._lock:
+            self._find(handle)
+            pull = self._pulls.get(handle.key)
+        if pull is None:
+            raise GuidanceMissing(f"{handle.key!r} in {self._name!r} came without bits to pull")
+        return pull(site, rows)
+
     def delete(self, handle: Handle) -> None:
         """Forget a frame."""
         with self._lock:
             self._nbytes -= len(self._find(handle))
             del self._frames[handle.key]
+            self._pulls.pop(handle.key, None)
 
     def keys(self) -> tuple[str, ...]:
         """Keys at the moment, sorted."""
@@ -95,12 +115,14 @@ class MemoryStore:
         with self._lock:
             self._check_open()
             self._frames.clear()
+            self._pulls.clear()
             self._nbytes = 0
 
     def close(self) -> None:
         """Forget everything and refuse later calls. Closing twice is harmless."""
         with self._lock:
             self._frames.clear()
+            self._pulls.clear()
             self._nbytes, self._open = 0, False
 
     def _find(self, handle: Handle) -> bytes | memoryview:

@@ -5,6 +5,7 @@ many bits a block scale travels. More of each costs bytes and buys agreement. Th
 
     plan   = "none" | code "-" layers [ ":" kind ] { "+" kind } [ "/" scale ]
     code   = "r1" | "r2" | "r3" | "r4"          low bits of each 4-bit code
+           | "c1" | "c2" | "c3" | "c4"          checks of these bits, which are pulled where a check fails
     layers = "all" | "l" n | "half" | "quarter" every decoder layer, or the n deepest
     kind   = word [ "[" span { "," span } "]" ] of these layers all, or only those in the spans
     word   = "experts" | "mid" | "kv" | "k" | "v" | "latent"
@@ -19,6 +20,7 @@ has the number in its name. Some plans:
 ``r1-l20``          1 bit, the 20 deepest layers: the paper's plan for a model of 40 layers
 ``r1-all+mid``      1 bit, every layer, the down projection's input too
 ``r1-all+mid/s3``   the same with scales in 3 bits
+``c1-all+mid/s2``   scales in 2 bits and a check a token and site; bits only where the trainer's own fail it
 ``r1-all:kv``       only the KV cache
 ``r4-all:experts+mid``   whole codes of both expert inputs, nothing of the KV cache
 ``r1-all:experts[0-19]+kv[0-29]``   the experts' input in the first 20 layers, the KV cache in the first 30
@@ -56,7 +58,7 @@ _NUMBER = "(?:0|[1-9][0-9]{0,4})"
 _SPAN = f"{_NUMBER}(?:-{_NUMBER})?"
 _KIND = rf"[a-z]+(?:\[{_SPAN}(?:,{_SPAN})*\])?"
 _GRAMMAR = re.compile(
-    rf"r([1-4])-(?:all|l([1-9][0-9]{{0,4}})|(half|quarter))(?::({_KIND}))?((?:\+{_KIND})*)(?:/s([238]))?"
+    rf"([rc])([1-4])-(?:all|l([1-9][0-9]{{0,4}})|(half|quarter))(?::({_KIND}))?((?:\+{_KIND})*)(?:/s([238]))?"
 )
 _SHARES = {"half": 2, "quarter": 4}
 
@@ -74,6 +76,8 @@ class Plan:
         kinds: kinds of site, at least one (none at all is the plan ``none``). Kept in the order of :data:`ALL_KINDS`.
         scale_bits: 8, or 3 or 2 for congruent scales.
         spans: kinds that are recorded in some layers only, and in which: ranges with both ends. Kept sorted and merged.
+        checked: the bits stay with the engine, and a check of them is sent for each token and site
+            (:mod:`tracefp4.training.pulls`).
 
     Raises:
         ConfigError: a value outside these ranges.
@@ -84,6 +88,7 @@ class Plan:
     kinds: tuple[Kind, ...] = PAPER_KINDS
     scale_bits: int = 8
     spans: tuple[tuple[Kind, Spans], ...] = ()
+    checked: bool = False
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in ALL_KINDS]
@@ -91,7 +96,7 @@ class Plan:
             raise ConfigError(f"a plan has kinds of site {', '.join(ALL_KINDS)}, got {unknown[0]!r}")
         object.__setattr__(self, "kinds", tuple(kind for kind in ALL_KINDS if kind in self.kinds))
         if not self.kinds:
-            if (self.bits, self.depth, self.scale_bits) != (0, None, 8):
+            if (self.bits, self.depth, self.scale_bits, self.checked) != (0, None, 8, False):
                 raise ConfigError("a plan without kinds of site keeps nothing; that is Plan(0, kinds=()), or 'none'")
         elif self.bits not in (1, 2, 3, 4):
             raise ConfigError(f"a plan keeps 1 to 4 bits of each code, got {self.bits}")
@@ -106,7 +111,7 @@ class Plan:
             return "none"
         layers = "all" if self.depth is None else f"l{self.depth}"
         scale = "" if self.scale_bits == 8 else f"/s{self.scale_bits}"
-        return f"r{self.bits}-{layers}{_kind_text(self.kinds, dict(self.spans))}{scale}"
+        return f"{'c' if self.checked else 'r'}{self.bits}-{layers}{_kind_text(self.kinds, dict(self.spans))}{scale}"
 
     def __bool__(self) -> bool:
         return bool(self.kinds)
@@ -127,7 +132,7 @@ class Plan:
         match = _GRAMMAR.fullmatch(text)
         if match is None:
             raise ConfigError(f"unknown plan {text!r} (did you mean {_nearest(text)!r}?)")
-        bits, depth, share, first, more, scale = match.groups()
+        word, bits, depth, share, first, more, scale = match.groups()
         if share and num_layers is None:
             raise ConfigError(f"plan {text!r} depends on the model; write the number of layers, as in 'r1-l20'")
         if share and num_layers is not None:
@@ -135,16 +140,17 @@ class Plan:
         kinds: list[Kind] = [] if first else list(PAPER_KINDS)
         spans: list[tuple[Kind, Spans]] = []
         for item in [w for w in (first, *more.split("+")) if w]:
-            word, _, ranges = item.partition("[")
-            if word not in _WORDS:
-                raise ConfigError(f"plan {text!r}: unknown kind of site {word!r} (did you mean {_nearest(text)!r}?)")
-            twice = [kind for kind in _WORDS[word] if kind in kinds]
+            name, _, ranges = item.partition("[")
+            if name not in _WORDS:
+                raise ConfigError(f"plan {text!r}: unknown kind of site {name!r} (did you mean {_nearest(text)!r}?)")
+            twice = [kind for kind in _WORDS[name] if kind in kinds]
             if twice:
-                raise ConfigError(f"plan {text!r} names the sites {twice[0].value!r} twice; leave out {word!r}")
-            kinds += _WORDS[word]
+                raise ConfigError(f"plan {text!r} names the sites {twice[0].value!r} twice; leave out {name!r}")
+            kinds += _WORDS[name]
             if ranges:
-                spans += [(kind, _read_spans(ranges.rstrip("]"))) for kind in _WORDS[word]]
-        return cls(int(bits), int(depth) if depth else None, tuple(kinds), int(scale or 8), tuple(spans))
+                spans += [(kind, _read_spans(ranges.rstrip("]"))) for kind in _WORDS[name]]
+        depth = int(depth) if depth else None
+        return cls(int(bits), depth, tuple(kinds), int(scale or 8), tuple(spans), checked=word == "c")
 
     def select(self, shapes: Iterable[SiteShape], num_layers: int) -> tuple[SiteShape, ...]:
         """The sites of a model that this plan records, in the order given.
@@ -283,5 +289,6 @@ def _nearest(text: str) -> str:
     number = re.search(r"l([1-9][0-9]{0,4})", text.lower())
     layers = ["all", f"l{number.group(1)}" if number else "l20", "half", "quarter"]
     kinds = ["", "+mid", ":kv", ":experts", ":experts+mid"]
-    names = [f"r{b}-{d}{k}{s}" for b in "1234" for d in layers for k in kinds for s in ("", "/s3", "/s2")]
+    words = [word + bits for word in "rc" for bits in "1234"]
+    names = [f"{w}-{d}{k}{s}" for w in words for d in layers for k in kinds for s in ("", "/s3", "/s2")]
     return difflib.get_close_matches(text.lower(), [*names, "none"], n=1, cutoff=0.0)[0]

@@ -4,6 +4,9 @@ A record says what it is about, so that nobody has to trust the place where it w
 weight version, a hash of all tokens, and which rows are valid. A row that is not valid was not recorded (a prefix that
 came from a cache, a resumed sequence); its bytes mean nothing and nobody reads them. Everything stays packed until a
 site asks for its :class:`~tracefp4.quantizers.guided.Outcome`.
+
+Under a *checked* plan a record has no bits of codes, only a check of those of each row, and a call that pulls the bits
+of some rows from whoever kept them.
 """
 
 from __future__ import annotations
@@ -18,8 +21,19 @@ from torch import Tensor
 
 from tracefp4.core import Site, SiteShape
 from tracefp4.errors import GuidanceError, GuidanceMismatch
-from tracefp4.guidance.codec import CHUNK, pack_bits, pack_scales, scale_bytes, scale_checks, unpack_bits, unpack_scales
+from tracefp4.guidance.codec import (
+    CHECK_BYTES,
+    CHUNK,
+    code_checks,
+    pack_bits,
+    pack_scales,
+    scale_bytes,
+    scale_checks,
+    unpack_bits,
+    unpack_scales,
+)
 from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.store import Pull
 from tracefp4.quantizers.guided import Outcome
 
 
@@ -32,7 +46,8 @@ class SiteRecord:
 
     shape: SiteShape
     planes: Tensor
-    """uint8 ``(T, vectors, bits * width / 8)``."""
+    """uint8 ``(T, vectors, bits * width / 8)``; without bits where there are :attr:`code_checks`, until a trainer has
+    found them (:mod:`tracefp4.training.pulls`)."""
     scales: Tensor
     """uint8 ``(T, vectors, scale_bytes(width / block, scale_bits))``."""
     global_scale: Tensor | None
@@ -40,6 +55,8 @@ class SiteRecord:
     checks: Tensor | None = None
     """int32 ``(ceil(T / 16),)`` over the whole scale bytes when they are congruent, else ``None``."""
     scale_bits: int = 8
+    code_checks: Tensor | None = None
+    """int32 ``(T,)`` over the planes of each row under a checked plan, else ``None``."""
 
     @classmethod
     def pack(
@@ -88,7 +105,8 @@ class SiteRecord:
             rows: int64 ``(R,)``, ``row * vectors + vector`` of each wanted vector; ``None`` for all, row-major.
 
         Returns:
-            an outcome with ``low (R, width)``, ``scales (R, width / block)`` and ``global_scale (R, 1)`` or ``None``.
+            an outcome with ``low (R, width)``, or ``(R, 0)`` without bits; ``scales (R, width / block)`` and
+            ``global_scale (R, 1)`` or ``None``.
         """
         planes, scales = self.planes.flatten(0, 1), self.scales.flatten(0, 1)
         global_scale = None if self.global_scale is None else self.global_scale.reshape(-1, 1)
@@ -96,7 +114,7 @@ class SiteRecord:
             planes, scales = planes[rows], scales[rows]
             global_scale = None if global_scale is None else global_scale[rows]
         width, blocks = self.shape.width, self.shape.width // self.shape.block
-        low = unpack_bits(planes, self.bits, width)
+        low = unpack_bits(planes, self.bits, width) if self.bits else planes
         return Outcome(low, unpack_scales(scales, self.scale_bits, blocks), global_scale, self.bits, self.scale_bits)
 
     def slice(self, start: int, stop: int, *, checks: bool = True) -> SiteRecord:
@@ -121,7 +139,8 @@ class SiteRecord:
             kept = self.checks[start // CHUNK : -(-stop // CHUNK)]
         scale = None if self.global_scale is None else self.global_scale[start:stop]
         planes, scales = self.planes[start:stop], self.scales[start:stop]
-        return replace(self, planes=planes, scales=scales, global_scale=scale, checks=kept)
+        codes = None if self.code_checks is None else self.code_checks[start:stop]
+        return replace(self, planes=planes, scales=scales, global_scale=scale, checks=kept, code_checks=codes)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SiteRecord:
         """The same record on another device."""
@@ -148,8 +167,10 @@ class SiteRecord:
             raise GuidanceError(f"site {self.shape.site} has scales {shape}, got {tuple(scales.shape)}")
         return scale_checks(scales.flatten(1), valid) != self.checks
 
-    def reduce(self, bits: int, scale_bits: int, valid: Tensor | None = None) -> SiteRecord:
+    def reduce(self, bits: int, scale_bits: int, valid: Tensor | None = None, *, checked: bool = False) -> SiteRecord:
         """What a smaller plan would have recorded: fewer bits a code, or congruent scales instead of whole ones.
+
+        With ``checked`` there are no bits, but checks of them.
 
         Raises:
             GuidanceError: more was asked for than is there.
@@ -159,16 +180,20 @@ class SiteRecord:
                 f"site {self.shape.site} has {self.bits} bits a code and {self.scale_bits} a scale; "
                 f"{bits} and {scale_bits} cannot be made of them"
             )
-        planes = self.planes[..., : bits * self.shape.width // 8]
+        planes, codes = self.planes[..., : bits * self.shape.width // 8], None
+        if checked:
+            codes, planes = code_checks(planes.flatten(1), valid), planes[..., :0]
         if scale_bits == self.scale_bits:
-            return replace(self, planes=planes)
+            return replace(self, planes=planes, code_checks=codes)
         whole = unpack_scales(self.scales, self.scale_bits, self.shape.width // self.shape.block)
         # Checks cover whole bytes: those made of an 8-bit record are computed here, those of a 3-bit one already are.
         checks = scale_checks(whole.flatten(1), valid) if self.scale_bits == 8 else self.checks
-        return replace(self, planes=planes, scales=pack_scales(whole, scale_bits), checks=checks, scale_bits=scale_bits)
+        scales = pack_scales(whole, scale_bits)
+        return SiteRecord(self.shape, planes, scales, self.global_scale, checks, scale_bits, codes)
 
     def _tensors(self) -> dict[str, Tensor | None]:
-        return {"planes": self.planes, "scales": self.scales, "global_scale": self.global_scale, "checks": self.checks}
+        names = ("planes", "scales", "global_scale", "checks", "code_checks")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(slots=True)
@@ -190,6 +215,8 @@ class Record:
     sites: Mapping[Site, SiteRecord]
     routes: Tensor | None = None
     """uint8 or int16 ``(rows, moe_layers, top_k)``: expert ids of the rollout."""
+    pull: Pull | None = None
+    """Asks for bits that a checked plan left with the engine."""
 
     @property
     def nbytes(self) -> int:
@@ -212,6 +239,8 @@ class Record:
 def restrict(record: Record, plan: Plan, shapes: Sequence[SiteShape], num_layers: int) -> Record:
     """Cut a record down to a smaller plan: what the engine would have recorded under it.
 
+    Bits that a checked plan leaves out are pulled from ``record``.
+
     Args:
         record: recorded with more bits, more sites, or whole scales.
         plan: the smaller plan.
@@ -227,8 +256,14 @@ def restrict(record: Record, plan: Plan, shapes: Sequence[SiteShape], num_layers
             raise GuidanceError(f"plan {str(plan)!r} needs site {shape.site}, a record of {record.plan!r} lacks it")
         if record.sites[shape.site].shape != shape:
             raise GuidanceMismatch(f"the record has {record.sites[shape.site].shape}, the model {shape}")
-        sites[shape.site] = record.sites[shape.site].reduce(plan.bits, plan.scale_bits, record.valid)
-    return replace(record, plan=str(plan), sites=sites)
+        part = record.sites[shape.site]
+        sites[shape.site] = part.reduce(plan.bits, plan.scale_bits, record.valid, checked=plan.checked)
+
+    def pull(site: Site, rows: Sequence[int]) -> Tensor:
+        part = record.sites[site]
+        return part.planes[list(rows), :, : plan.bits * part.shape.width // 8]
+
+    return replace(record, plan=str(plan), sites=sites, pull=pull if plan.checked else None)
 
 
 def token_hash(tokens: Sequence[int] | np.ndarray | Tensor) -> str:
@@ -245,10 +280,13 @@ def token_hash(tokens: Sequence[int] | np.ndarray | Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(ids.astype("<i4").tobytes())
 
 
-def record_bytes(shape: SiteShape, bits: int, scale_bits: int) -> dict[str, int]:
-    """Bytes of one row of a site: ``codes``, ``block_scales``, ``global_scales``. Checks come once in 16 rows."""
+def record_bytes(shape: SiteShape, bits: int, scale_bits: int, checked: bool = False) -> dict[str, int]:
+    """Bytes of one row of a site: ``codes`` or their check, ``block_scales``, ``global_scales``.
+
+    Checks of scales come once in 16 rows.
+    """
     return {
-        "codes": shape.values * bits // 8,
+        "codes": CHECK_BYTES if checked else shape.values * bits // 8,
         "block_scales": shape.vectors * scale_bytes(shape.width // shape.block, scale_bits),
         "global_scales": 4 * shape.vectors if shape.token_scale else 0,
     }

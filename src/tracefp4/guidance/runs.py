@@ -42,8 +42,8 @@ class SiteRuns(Mapping[Site, SiteRecord]):
         for run in table.runs:
             members = [sites[shape.site] for shape in table.of(run)]
             planes, scales = (torch.stack([getattr(m, name) for m in members]) for name in ("planes", "scales"))
-            wide, checks = (_stack([getattr(m, name) for m in members]) for name in ("global_scale", "checks"))
-            parts.append(Parts(planes, scales, wide, checks))
+            names = ("global_scale", "code_checks", "checks")
+            parts.append(Parts(planes, scales, *(_stack([getattr(m, name) for m in members]) for name in names)))
         bits = next(iter(sites.values())).scale_bits if sites else 8
         return cls(table, tuple(parts), bits)
 
@@ -65,9 +65,9 @@ class SiteRuns(Mapping[Site, SiteRecord]):
         found: dict[Site, SiteRecord] = {}
         for run, parts in zip(self.table.runs, self.parts, strict=True):
             each = [[None] * len(run.sites) if part is None else part.unbind(0) for part in parts]
-            for shape, planes, scales, wide, checks in zip(self.table.of(run), *each, strict=True):
+            for shape, planes, scales, wide, codes, checks in zip(self.table.of(run), *each, strict=True):
                 found[shape.site] = SiteRecord(
-                    shape, cast(Tensor, planes), cast(Tensor, scales), wide, checks, self.scale_bits
+                    shape, cast(Tensor, planes), cast(Tensor, scales), wide, checks, self.scale_bits, codes
                 )
         return {shape.site: found[shape.site] for shape in self.table.shapes}
 

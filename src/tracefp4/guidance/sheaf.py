@@ -2,20 +2,23 @@
 
 Sequences that end together are gathered together, one after the other. A *sheaf* holds all their rows the way a frame
 holds those of one sequence: it is the body of a frame (:mod:`tracefp4.guidance.layout`) that nobody sends. So it leaves
-the device in one copy, and a frame is cut out of it run by run, not site by site.
+the device in one copy, and a frame is cut out of it run by run, not site by site. Bits that a checked plan does not
+send lie beside it, and are handed out row by row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tracefp4.core import Site
 from tracefp4.errors import GuidanceError
-from tracefp4.guidance.codec import CHUNK, pack_scales, scale_checks
+from tracefp4.guidance.codec import CHUNK, code_checks, pack_scales, scale_checks
 from tracefp4.guidance.layout import Layout, Parts, SiteTable, make_layout
 from tracefp4.guidance.plan import Plan
 
@@ -32,6 +35,8 @@ class Sheaf:
     """bool ``(R,)``: the row was recorded; on the device of ``data``."""
     parts: tuple[Parts, ...]
     """Views of ``data``, one for each run of the table."""
+    kept: tuple[Tensor, ...] = ()
+    """Under a checked plan, for each run, what is not sent: planes uint8 ``(L, R, vectors, bits * width / 8)``."""
     arrival: torch.Event | None = None
     """What a host must wait for before it reads ``data``; see :meth:`arrays`."""
     _arrays: tuple[np.ndarray, np.ndarray] | None = None
@@ -40,12 +45,17 @@ class Sheaf:
     def new(cls, plan: Plan, table: SiteTable, valid: Tensor) -> Sheaf:
         """A sheaf without content, on the device of ``valid (R,)``."""
         layout = make_layout(plan, table, valid.numel(), None)
-        return cls.of(layout, torch.empty(layout.size, dtype=torch.uint8, device=valid.device), valid)
+        bytes_of = partial(torch.empty, dtype=torch.uint8, device=valid.device)
+        kept = []
+        for run in table.runs if plan.checked else ():
+            shape = table.shapes[run.sites[0]]
+            kept.append(bytes_of(len(run.sites), layout.rows, shape.vectors, plan.bits * shape.width // 8))
+        return cls.of(layout, bytes_of(layout.size), valid, tuple(kept))
 
     @classmethod
-    def of(cls, layout: Layout, data: Tensor, valid: Tensor) -> Sheaf:
+    def of(cls, layout: Layout, data: Tensor, valid: Tensor, kept: tuple[Tensor, ...] = ()) -> Sheaf:
         """A sheaf over existing bytes."""
-        return cls(layout, data, valid, tuple(layout.parts(data, 0, run) for run in layout.table.runs))
+        return cls(layout, data, valid, tuple(layout.parts(data, 0, run) for run in layout.table.runs), kept)
 
     def put(self, index: int, first: int, planes: Tensor, scales: Tensor, global_scale: Tensor | None) -> None:
         """Write outcomes of ``n`` sites of a run.
@@ -59,7 +69,11 @@ class Sheaf:
         """
         target, bits = self.parts[index], self.layout.plan.scale_bits
         span = slice(first, first + len(planes))
-        target.planes[span].copy_(planes)
+        if target.code_checks is None:
+            target.planes[span].copy_(planes)
+        else:
+            self.kept[index][span].copy_(planes)
+            target.code_checks[span].copy_(code_checks(planes.flatten(2), self.valid))
         target.scales[span].copy_(scales if bits == 8 else pack_scales(scales.contiguous(), bits))
         if target.global_scale is not None and global_scale is not None:
             target.global_scale[span].copy_(global_scale)
@@ -71,18 +85,48 @@ class Sheaf:
 
         From a GPU the outcomes travel on a stream of their own, into pinned memory, while the engine goes on.
         """
+        if self.data.device.type == "cpu":
+            return self
+        own = (self.data, *self.kept)
         if self.data.device.type != "cuda":
-            return self if self.data.device.type == "cpu" else Sheaf.of(self.layout, self.data.cpu(), self.valid.cpu())
+            data, *kept = (part.cpu() for part in own)
+            return Sheaf.of(self.layout, data, self.valid.cpu(), tuple(kept))
         stream = _stream(self.data.device)
         stream.wait_stream(torch.cuda.current_stream(self.data.device))
         with torch.cuda.stream(stream):
-            data = torch.empty(self.data.shape, dtype=torch.uint8, pin_memory=True)
-            data.copy_(self.data, non_blocking=True)
+            data, *kept = (torch.empty(part.shape, dtype=torch.uint8, pin_memory=True) for part in own)
+            for target, part in zip((data, *kept), own, strict=True):
+                target.copy_(part, non_blocking=True)
+                part.record_stream(stream)
             arrival = stream.record_event()
-        self.data.record_stream(stream)
-        there = Sheaf.of(self.layout, data, self.valid.cpu())
+        there = Sheaf.of(self.layout, data, self.valid.cpu(), tuple(kept))
         there.arrival = arrival
         return there
+
+    def pull(self, start: int, rows: int, site: Site, wanted: Sequence[int]) -> Tensor:
+        """The bits of some rows of a sequence, of a sheaf on the host under a checked plan.
+
+        Args:
+            start: first row of the sequence.
+            rows: of the sequence.
+            site: of the plan.
+            wanted: rows, counted from ``start``.
+
+        Returns:
+            uint8 ``(n, vectors, bits * width / 8)``.
+
+        Raises:
+            GuidanceError: a row outside of the sequence, or a site that the sheaf lacks.
+        """
+        self.arrays()  # they have arrived
+        if not all(0 <= row < rows for row in wanted):
+            raise GuidanceError(f"rows {min(wanted)} to {max(wanted)} were asked for of a sequence of {rows} rows")
+        table = self.layout.table
+        for run, kept in zip(table.runs, self.kept, strict=False):
+            for position, shape in enumerate(table.of(run)):
+                if shape.site == site:
+                    return kept[position, [start + row for row in wanted]]
+        raise GuidanceError(f"no bits of site {site} were kept under plan {str(self.layout.plan)!r}")
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """``data`` and ``valid`` of a sheaf on the host; waits until they have arrived."""

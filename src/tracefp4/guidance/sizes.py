@@ -22,20 +22,21 @@ PARTS = ("codes", "block_scales", "global_scales", "checks", "routes", "valid", 
 
 
 def bytes_per_token(plan: Plan, shapes: Iterable[SiteShape], num_layers: int) -> float:
-    """Bytes of guidance that one more token costs: all of a plan's sites, without routes and header.
+    """Bytes of guidance that one more token costs: all of a plan's sites, without routes, header and what is pulled.
 
     Args:
         plan: what is recorded.
         shapes: all site shapes of the model.
         num_layers: decoder layers of the model.
     """
-    return sum(site_bytes(shape, plan.bits, plan.scale_bits) for shape in plan.select(shapes, num_layers))
+    chosen = plan.select(shapes, num_layers)
+    return sum(site_bytes(shape, plan.bits, plan.scale_bits, plan.checked) for shape in chosen)
 
 
-def site_bytes(shape: SiteShape, bits: int, scale_bits: int) -> float:
-    """Bytes a token of one site: codes, block scales, global scales, and its share of a check."""
+def site_bytes(shape: SiteShape, bits: int, scale_bits: int, checked: bool = False) -> float:
+    """Bytes a token of one site: codes or their check, block scales, global scales, and its share of a check."""
     check = CHECK_BYTES / CHUNK if scale_bits != 8 else 0.0
-    return sum(record_bytes(shape, bits, scale_bits).values()) + check
+    return sum(record_bytes(shape, bits, scale_bits, checked).values()) + check
 
 
 def sizes(

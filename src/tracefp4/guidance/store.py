@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
+from torch import Tensor
 
-from tracefp4.core import Handle
+from tracefp4.core import Handle, Site
 from tracefp4.errors import GuidanceError
 
 Data = bytes | bytearray | memoryview
 """What can be put into a store."""
+
+Pull = Callable[[Site, Sequence[int]], Tensor]
+"""Hands over the bits of some rows of a site: uint8 ``(n, vectors, bits * width / 8)``, on the host."""
 
 MAX_KEY = 160
 _KEY = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:@#=+-]{{0,{MAX_KEY - 1}}}")
@@ -40,6 +44,8 @@ class Pending:
     """Hands the bytes over; the engine keeps nothing of them, and never changes them."""
     drop: Callable[[], None]
     """Forgets them where they lie."""
+    pull: Pull | None = None
+    """Bits that the frame has only checks of; may be asked for until the frame is deleted."""
 
 
 class Store(Protocol):
@@ -53,6 +59,11 @@ class Store(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes kept at the moment."""
+        ...
+
+    @property
+    def serves_pulls(self) -> bool:
+        """Whether :meth:`pull` works; if not, frames with bits to pull are refused."""
         ...
 
     def put(self, key: str, data: Data) -> Handle:
@@ -88,8 +99,21 @@ class Store(Protocol):
         """
         ...
 
+    def pull(self, handle: Handle, site: Site, rows: Sequence[int]) -> Tensor:
+        """Bits that a frame has only checks of, from the engine that kept them (:data:`Pull`).
+
+        Raises:
+            GuidanceMissing: nothing is kept under this handle, or its frame came without bits to pull.
+            GuidanceError: the store does not serve pulls, or there are no such rows.
+        """
+        ...
+
     def delete(self, handle: Handle) -> None:
-        """Forget a frame. Raises :class:`~tracefp4.errors.GuidanceMissing` if it is not there."""
+        """Forget a frame, and what can be pulled of it.
+
+        Raises:
+            GuidanceMissing: it is not there.
+        """
         ...
 
     def keys(self) -> tuple[str, ...]:

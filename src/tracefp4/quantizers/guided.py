@@ -42,7 +42,7 @@ from torch import Tensor
 
 from tracefp4.errors import FormatError, suggest
 from tracefp4.formats import e4m3, e8m0
-from tracefp4.formats.blocks import Quantized, block_scales, clear_zero_blocks, normalize
+from tracefp4.formats.blocks import Quantized, block_scales, clear_zero_blocks, encode, normalize
 from tracefp4.formats.e2m1 import MAGNITUDES
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.tables import classify, lookup, on_device, representatives
@@ -117,6 +117,13 @@ def quantize_guided(x: Tensor, outcome: Outcome, numerics: Numerics, decoder: st
     broken = z.unflatten(-1, (-1, numerics.block)).sum(-1).isnan()
     nan = e4m3.NAN if numerics.scale_format == "e4m3" else e8m0.NAN
     return Quantized(codes, scales.masked_fill(broken, nan), outcome.global_scale, numerics)
+
+
+def nearest_codes(x: Tensor, outcome: Outcome, numerics: Numerics) -> Tensor:
+    """Codes uint8 ``(..., D)`` of ``x (..., D)`` rounded to nearest at the rollout's scales; no recorded bit counts."""
+    scales = rollout_scales(x, outcome, numerics)
+    codes = encode(normalize(x, scales, outcome.global_scale, numerics), numerics)
+    return clear_zero_blocks(codes, scales, numerics)
 
 
 def rollout_scales(x: Tensor, outcome: Outcome, numerics: Numerics) -> Tensor:

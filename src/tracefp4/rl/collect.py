@@ -187,7 +187,8 @@ def guidance_size(
 ) -> dict[str, float]:
     """What the guidance of a batch weighs, headers and all, and how much of it travelled; empty without guidance.
 
-    ``guidance/saved_share`` is the share of bytes that never left the engine, because their rollouts trained nothing.
+    Bits that were pulled count as bytes recorded and as bytes shipped. ``guidance/saved_share`` is the share of the
+    frames' bytes that never left the engine, because their rollouts trained nothing.
 
     Args:
         rollouts: of one step.
@@ -202,10 +203,11 @@ def guidance_size(
     if not rows or not values:
         return {}
     shipping = Shipping(*map(int, counts))
+    size += shipping.pulled_bytes
     return {
         "guidance/bytes_per_token": size / rows,
         "guidance/bits_per_value": 8 * size / (rows * values),
-        "guidance/shipped_bytes_per_token": shipping.claimed_bytes / rows,
+        "guidance/shipped_bytes_per_token": (shipping.claimed_bytes + shipping.pulled_bytes) / rows,
         "guidance/saved_share": shipping.saved_share,
         "guidance/dropped_frames": float(shipping.dropped),
     }

@@ -40,7 +40,7 @@ def describe_run(run: Run, say: Callable[[str], None]) -> None:
         say(f"trainer: {render(mine)}")
     if run.plan is not None:
         size = bytes_per_token(run.plan, run.guided_shapes, run.layout.num_layers)
-        text = f"guidance {run.plan}: {size:.0f} B a token"
+        text = f"guidance {run.plan}: {size:.0f} B a token{' and what is pulled' if run.plan.checked else ''}"
         if run.budget is not None:
             text += f"; every {run.config.train.replan_every} steps a plan of {run.budget} B is chosen from it"
         say(text)

@@ -128,6 +128,11 @@ def check_training(config: Config) -> None:
                 f"plan '{plan}' restores block scales from the trainer's own, and train.lag = {config.train.lag} lets "
                 f"them drift apart; use plan '{replace(plan, scale_bits=8)}'"
             )
+        if plan.checked and config.engine != "embedded":
+            raise ConfigError(
+                f"plan '{plan}' pulls bits while it trains, which engine {config.engine!r} does not serve; "
+                f"use plan '{replace(plan, checked=False)}'"
+            )
         check_decoder(plan, config.decoder)
     if config.loss.overlong_buffer > config.sampling.max_new_tokens:
         raise ConfigError("loss.overlong_buffer is longer than sampling.max_new_tokens")

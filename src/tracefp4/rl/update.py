@@ -68,14 +68,17 @@ class GuidanceSource:
         Claiming, writing and hashing frames go on side by side. Headers are read one after the other: that is work of
         Python's own, which threads would only hand to and fro.
         """
-        fetched = side_by_side([partial(self._fetch, example) for example in examples])
-        return [
-            decode(frame, replace(self.expect, tokens=example.tokens), checksum=checksum)
-            for example, (frame, checksum) in zip(examples, fetched, strict=True)
-        ]
+        handles = [self.handle(example) for example in examples]
+        fetched = side_by_side([partial(self._fetch, handle) for handle in handles])
+        records = []
+        for example, handle, (frame, checksum) in zip(examples, handles, fetched, strict=True):
+            record = decode(frame, replace(self.expect, tokens=example.tokens), checksum=checksum)
+            record.pull = partial(self.store.pull, handle)
+            records.append(record)
+        return records
 
-    def _fetch(self, example: Example) -> tuple[memoryview, bytes]:
-        frame = self.store.get(self.handle(example))
+    def _fetch(self, handle: Handle) -> tuple[memoryview, bytes]:
+        frame = self.store.get(handle)
         return frame, checksum_of(frame)
 
     def handle(self, example: Example) -> Handle:
@@ -143,6 +146,9 @@ class Updater:
         failed = self.sites.checks.take(self._ranks)
         if failed is not None:
             metrics["guidance/scale_check_failures"] = failed
+        pulled = self.sites.pulled.take(self._ranks)
+        if pulled is not None:
+            metrics["guidance/pulled_share"] = pulled.share
         metrics["grad_norm"] = float(np.mean(norms))
         metrics["lr"] = self.optimizer.learning_rate()
         return metrics

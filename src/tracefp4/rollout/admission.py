@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tracefp4.core import Request, SiteShape
 from tracefp4.errors import EngineError
@@ -33,14 +33,25 @@ class Limits:
             )
 
 
-def stored_plan(plan: Plan | None, store: Store | None) -> Plan | None:
+def stored_plan(plan: Plan | None, store: Store | None, *, serves_pulls: bool = False) -> Plan | None:
     """The plan that an engine follows: ``None`` for one that records nothing.
 
+    Args:
+        plan: what is to be recorded.
+        store: where it goes.
+        serves_pulls: whether the engine hands out bits later that a checked plan does not send.
+
     Raises:
-        EngineError: a plan that records something, without a store to put it into.
+        EngineError: a plan that records something, without a store to put it into; or a checked one, for an engine or
+            a store that cannot serve pulls.
     """
     if plan and store is None:
         raise EngineError(f"plan {str(plan)!r} records guidance, but there is no store to put it into")
+    if plan and plan.checked and not (serves_pulls and store is not None and store.serves_pulls):
+        raise EngineError(
+            f"plan {str(plan)!r} leaves bits with the engine until they are pulled, which takes the embedded engine "
+            f"and a store in its process; plan {str(replace(plan, checked=False))!r} sends them"
+        )
     return plan or None
 
 

@@ -101,7 +101,7 @@ class EmbeddedEngine(StepwiseEngine):
         state_dtype: str = "float32",
         overlap: bool | None = None,
     ) -> None:
-        plan = stored_plan(plan, store)
+        plan = stored_plan(plan, store, serves_pulls=True)
         self._state_dtype = dtype_of_states(state_dtype)
         self._limits = Limits(max_tokens, page_size, max_batch, prefill_chunk)
         self._model: Any = model.to(device).eval() if device is not None else model.eval()

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from tracefp4.core import Site, SiteShape, TopLogprobs
 from tracefp4.errors import GuidanceMismatch
+from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, SiteRecord
+from tracefp4.training.pulls import Pulls
 from tracefp4.training.staging import stack_sites
 
 
@@ -62,6 +64,8 @@ class GuidedRows:
     sites: Mapping[Site, SiteRecord]
     """Recorded outcomes with ``R`` rows, on the device; rows that are not guided hold zeros and are never read. Checks
     of congruent scales have one row a sequence, ``(B, ceil(S / 16))``."""
+    pulls: Pulls | None = None
+    """Finds the bits of codes where checks were recorded in their place."""
 
     def vectors(self, shape: SiteShape, rows: Tensor | None) -> Tensor:
         """Which vectors of a site are guided: bool ``(R * vectors,)``, or in the order of ``rows`` if given."""
@@ -238,4 +242,7 @@ def _stack_guidance(examples: Sequence[Example], width: int, device: torch.devic
             guided[b, : e.rows] = e.record.valid
         complete = complete and bool(guided[b, : e.rows].all())
     sites = stack_sites([e.record for e in examples], known, width, device)
-    return GuidedRows(guided.flatten().to(device, non_blocking=True), complete, int(guided.sum()), sites)
+    pulls, plan, count = None, Plan.parse(known.plan), int(guided.sum())
+    if plan.checked:
+        pulls = Pulls(plan.bits, [None if e.record is None else e.record.pull for e in examples], width, count)
+    return GuidedRows(guided.flatten().to(device, non_blocking=True), complete, count, sites, pulls)

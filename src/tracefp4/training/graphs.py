@@ -14,8 +14,8 @@ padded repeats real rows, so that it costs nothing to think of: no real token se
 routes stay spread over the experts. Embedding, output head and loss are left to Python, whose shapes they may have.
 
 Graphs share one pool of memory, since only one micro-batch is in flight; running another forward before the backward
-pass of the last one is refused. They are not used where layers are recomputed, where an observer wants to see codes, or
-without gradients.
+pass of the last one is refused. They are not used where layers are recomputed, where an observer wants to see codes,
+where bits are pulled as they are needed (:mod:`tracefp4.training.pulls`), or without gradients.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class DecoderGraphs:
         self._maps: dict[tuple[int, ...], Tensor] = {}
         self._renewal: tuple[Hashable, Replay] | None = None
         self.failure: str | None = None
-        """Why capturing failed; everything is computed step by step since."""
+        """Why there are no graphs; everything is computed step by step since."""
         self.beside: Tensor | None = None
         """The loss beside the last hidden states; ``None`` where those were computed step by step."""
 
@@ -151,6 +151,8 @@ class DecoderGraphs:
         size = self._size(*input_ids.shape)
         if size is None or self.failure or sites.observer is not None or not torch.is_grad_enabled():
             return None
+        if sites.guidance is not None and sites.guidance.pulls is not None:
+            return self._give_up("bits of a checked plan are pulled while a layer runs")
         self.renew()
         if self.failure:
             return None
@@ -158,8 +160,7 @@ class DecoderGraphs:
         try:
             program = self._program(size, embeds, real)
         except RuntimeError as error:  # what CUDA says where something waits for the device
-            self._give_up(error)
-            return None
+            return self._give_up(_first_line(error))
         hidden, beside = _Replay.apply(self, program, real, embeds, *self._params)
         self.beside = None if program.aside is None else beside
         return hidden
@@ -188,13 +189,13 @@ class DecoderGraphs:
         try:
             [(_, replay)] = self._capture([rewrite])
         except RuntimeError as error:
-            self._give_up(error)
+            self._give_up(_first_line(error))
         else:
             self._renewal = (self._reads(), replay)
 
-    def _give_up(self, error: RuntimeError) -> None:
-        self.failure = str(error).split("\n", 1)[0]
-        warnings.warn(f"training goes on without CUDA graphs: {self.failure}", RuntimeWarning, stacklevel=3)
+    def _give_up(self, why: str) -> None:
+        self.failure = why
+        warnings.warn(f"training goes on without CUDA graphs: {why}", RuntimeWarning, stacklevel=3)
 
     def _reads(self) -> Hashable:
         """What graphs read from fixed addresses."""
@@ -371,3 +372,7 @@ def cuda_graphs() -> Capture:
         return [record(body) for body in bodies]
 
     return capture
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).split("\n", 1)[0]

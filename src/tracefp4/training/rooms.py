@@ -38,10 +38,10 @@ def room_for_guidance(guidance: GuidedRows, size: tuple[int, int]) -> GuidedRows
     batch, width = size
     runs = SiteRuns.of(guidance.sites)
     parts = []
-    for planes, scales, wide, checks in runs.parts:
+    for planes, scales, wide, codes, checks in runs.parts:
         kept = None if checks is None else checks.new_zeros(checks.shape[0], batch, chunks(width))
         wide = None if wide is None else _rows_like(wide, batch * width)
-        parts.append(Parts(_rows_like(planes, batch * width), _rows_like(scales, batch * width), wide, kept))
+        parts.append(Parts(_rows_like(planes, batch * width), _rows_like(scales, batch * width), wide, codes, kept))
     sites = SiteRuns(runs.table, tuple(parts), runs.scale_bits)
     guided = torch.zeros(batch * width, dtype=torch.bool, device=guidance.guided.device)
     return GuidedRows(guided, guidance.complete, 0, sites)

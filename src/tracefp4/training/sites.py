@@ -27,6 +27,7 @@ from tracefp4.formats.fused import has_kernel
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.packed import Packed
 from tracefp4.formats.spec import Spec
+from tracefp4.guidance.record import SiteRecord
 from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest, round_recorded
 from tracefp4.models.attention import dense_attention
 from tracefp4.models.layout import ModelLayout
@@ -36,6 +37,7 @@ from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.training.batch import GuidedRows, MicroBatch, Routes
 from tracefp4.training.checks import ScaleChecks
 from tracefp4.training.observe import Observer
+from tracefp4.training.pulls import PullCounts
 from tracefp4.training.weights import WeightOperands
 
 T = TypeVar("T")
@@ -69,7 +71,7 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         self.routes: Routes | None = None
         self._sorted: Sequence[object] | None = None
         self.observer: Observer | None = None
-        self.checks = ScaleChecks()
+        self.checks, self.pulled = ScaleChecks(), PullCounts()
         self.pack_saved = False
         """Keep rounded expert inputs as codes for the backward pass. Where layers are recomputed they do not live long
         enough for that to be worth a pass."""
@@ -124,6 +126,9 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
 
     def gated(self, site: Site, x: Tensor, numerics: Numerics) -> Operand | None:
         """:meth:`operand` of ``silu(gate) * up`` for ``x (R, 2 D)``, rows in order; ``None`` without a kernel."""
+        recorded = None if self.guidance is None else self.guidance.sites.get(site)
+        if recorded is not None and not recorded.bits:
+            return None  # the site is not settled, which takes the values themselves
         fused = self._fused(site, x, numerics, None, None, gated=True)
         if fused is None or fused.operand is None:
             return None
@@ -165,8 +170,7 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
         """One pass over ``x`` where there is a kernel for it; an observer wants codes, which it never writes."""
         if self.observer is not None or not has_kernel(x, numerics, gated):
             return None
-        guidance = self.guidance
-        recorded = guidance.sites.get(site) if guidance is not None else None
+        guidance, recorded = self.guidance, self._recorded(site, x, numerics, rows)
         if guidance is None or recorded is None:
             if gated:
                 return round_gated(x, numerics, pack=self._packs(numerics))
@@ -194,9 +198,16 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
                 self.observer.see(site, x, result, numerics, rows)
         return result
 
-    def _guided(self, site: Site, x: Tensor, numerics: Numerics, rows: Tensor | None) -> Quantized:
+    def _recorded(self, site: Site, x: Tensor, numerics: Numerics, rows: Tensor | None) -> SiteRecord | None:
+        """What guides a site; arguments as of :meth:`quantize`."""
         guidance = self.guidance
-        recorded = guidance.sites.get(site) if guidance is not None else None
+        recorded = None if guidance is None else guidance.sites.get(site)
+        if guidance is not None and recorded is not None and guidance.pulls is not None:
+            guidance.pulls.settle(x, recorded, numerics, guidance.guided, rows, self.pulled)
+        return recorded
+
+    def _guided(self, site: Site, x: Tensor, numerics: Numerics, rows: Tensor | None) -> Quantized:
+        guidance, recorded = self.guidance, self._recorded(site, x, numerics, rows)
         if guidance is None or recorded is None:
             return quantize_nearest(x, numerics)
         result = quantize_guided(x, recorded.outcome(rows), numerics, self.decoder)

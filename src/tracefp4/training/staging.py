@@ -29,9 +29,9 @@ from tracefp4.guidance.record import Record
 from tracefp4.guidance.runs import SiteRuns
 from tracefp4.guidance.workers import side_by_side
 
-_FILL = (0, 0, 1, 0)
-"""What padding holds of planes, scales, global scales and checks. Scale bytes of 0 round it to 0; a global scale of 0
-would make that 0 times infinity."""
+_FILL = (0, 0, 1, 0, 0)
+"""What padding holds of planes, scales, global scales, and checks of codes and scales. Scale bytes of 0 round it to 0;
+a global scale of 0 would make that 0 times infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ def _sites(runs: SiteRuns, places: Sequence[Sequence[_Place | None]], buffer: Te
     parts = []
     for group in places:
         *rows, checks = [None if place is None else place.view(buffer) for place in group]
-        planes, scales, wide = (cast(Tensor, None if part is None else part.flatten(1, 2)) for part in rows)
-        parts.append(Parts(planes, scales, wide, checks))
+        planes, scales, wide, codes = (cast(Tensor, None if part is None else part.flatten(1, 2)) for part in rows)
+        parts.append(Parts(planes, scales, wide, codes, checks))
     return SiteRuns(runs.table, tuple(parts), runs.scale_bits)
 
 
