@@ -8,9 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tracefp4.cli.main import app
+from tracefp4.cli import bench as command
+from tracefp4.cli.bench_options import CASES, USES
+from tracefp4.cli.main import app, load_command
 from tracefp4.core import Request, SamplingParams
-from tracefp4.evaluation import bench_engine, bench_frames, bench_rollout
+from tracefp4.errors import ConfigError
+from tracefp4.evaluation import bench_capture, bench_engine, bench_frames, bench_rollout
 from tracefp4.evaluation.bench import Bench
 from tracefp4.evaluation.bench_shapes import SHAPES, Sizes, random_model, sizes
 from tracefp4.formats.spec import get_spec
@@ -51,7 +54,7 @@ def test_sizes_of_the_35b_shape_have_its_states():
 
 
 def test_experts_of_a_skewed_draw():
-    from tracefp4.evaluation.bench_kernels import draw_experts
+    from tracefp4.evaluation.bench_experts import draw_experts
 
     counts = []
     for skew in (0.0, 1.0):
@@ -173,11 +176,45 @@ def test_frames_are_timed_beside_copy_and_hash(bench):
     assert write.bound < read.bound and "MB a frame" in write.detail
 
 
-def test_capture_and_prefill_rows(bench):
-    part = bench_engine.slice_of("tiny", 2, 35)  # no whole number of pages
-    bench_engine.bench_capture(bench, part, 2)
-    bench_engine.bench_prefill(bench, part, 2)
-    assert not bench.failures and len(bench.rows) > 6
+def test_the_four_precisions_by_weights_alone_too(bench):
+    """Experts and KV cache each in BF16 and NVFP4: what a combination keeps follows from the two."""
+    part = bench_engine.slice_of("tiny", 1, 64)
+    arms = ("bf16", "nvfp4-kv4", *bench_engine.WEIGHTS_ALONE)
+    bench_engine.bench_decode(bench, part, (2,), 0, arms)
+    found = bench.to_dict()
+    assert not found["failures"] and {"nvfp4-w4a4", "nvfp4-w4a4-kv4"} < set(bench_engine.ARMS)
+    kept = {(row["name"].split()[0], row["arm"]): row["bound"] for row in found["rows"] if row["unit"] != "us"}
+    weights, cache = ([kept[name, bench_engine.arm_of(arm)] for arm in arms] for name in ("weights", "KV"))
+    assert weights[0] == weights[1] > weights[2] == weights[3] and cache[0] == cache[2] > cache[1] == cache[3]
+    assert sum(row["unit"] == "us" for row in found["rows"]) == 2 * len(arms)
+
+
+def test_prefill_rows(bench):
+    bench_engine.bench_prefill(bench, bench_engine.slice_of("tiny", 2, 35), 2)  # no whole number of pages
+    assert not bench.failures and [row.unit for row in bench.rows] == ["tok/s", "tok/s"]
+
+
+def test_capture_rows_and_the_parts_of_a_step(bench):
+    shown = []
+    bench.show = shown.append
+    part = bench_engine.slice_of("tiny", 2, 35)
+    bench_capture.bench_capture(bench, part, 2)
+    assert not bench.failures and len(shown) == len(bench.rows)
+    plain, *plans = [row for row in bench.rows if row.name == f"decode {part.label} B2 35"]
+    assert plain.arm == "fp4 nvfp4-w4a4-kv4"
+    assert [row.arm.split()[-1] for row in plans] == ["r1-l1", "r1-all", "r4-all+mid"]
+    assert all("of the step without" in row.detail for row in plans)
+    parts = {row.arm: row.value for row in bench.rows if row.name.startswith("breakdown")}
+    assert list(parts) == ["forward", "kv dequantization", "wa guidance", "kv guidance", "frames"]
+    assert parts["forward"] > 0 and parts["kv guidance"] > 0 and parts["frames"] > 0
+
+
+def test_a_capture_of_other_plans_names_the_wrong_one(bench):
+    part = bench_engine.slice_of("tiny", 1, 32)
+    bench_capture.bench_capture(bench, part, 1, ("r1-all:kv",))
+    assert [row.arm.split()[-1] for row in bench.rows[2:4]] == ["r1-all:kv"] * 2
+    with pytest.raises(ConfigError, match="did you mean"):
+        bench_capture.bench_capture(bench, part, 1, ("r9-all",))
 
 
 def test_the_command_runs_a_tiny_shape_and_refuses_large_ones_without_a_gpu(tmp_path):
@@ -191,3 +228,62 @@ def test_the_command_runs_a_tiny_shape_and_refuses_large_ones_without_a_gpu(tmp_
     for wrong, message in (("30b", "needs a CUDA device"), ("35", "did you mean '35b'")):
         result = run.invoke(app, ["bench", "decode", "--device", "cpu", "--shape", wrong])
         assert result.exit_code != 0 and message in str(result.exception or result.output)
+
+
+def bench_of(*words):
+    result = CliRunner().invoke(app, ["bench", *words, "--device", "cpu", "--repeats", "1", "--json"])
+    return json.loads(result.stdout)["rows"] if result.exit_code == 0 else str(result.exception or result.output)
+
+
+VALUES = {
+    "batch": "2", "context": "32", "shape": "tiny", "arm": "bf16", "budget": "0", "state-dtype": "float32",
+    "skew": "1", "rows": "16", "layers": "1",
+}  # fmt: skip
+"""A value for each option that takes one; the others are flags."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_option_is_ignored_without_a_word(case, monkeypatch):
+    """A case refuses each option that it has no use for, and none that it has; nothing is measured before."""
+    called = []
+    monkeypatch.setattr(command, "_measure", lambda wanted, *rest: called.append(wanted) or {"rows": []})
+    monkeypatch.setattr(command, "emit", lambda *a, **k: None)
+    monkeypatch.setattr(command, "_table", lambda found: "")
+    options = {option for used in USES.values() for option in used}
+    declared = {parameter.opts[0].removeprefix("--") for parameter in load_command("bench").params}
+    assert declared - {"case", "device", "repeats", "output", "json"} == options
+    for option in sorted(options):
+        words = [f"--{option}", *([VALUES[option]] if option in VALUES else [])]
+        result = CliRunner().invoke(app, ["bench", case, *words])
+        if option in USES[case]:
+            assert result.exit_code == 0, result.output
+            continue
+        message = str(result.exception)
+        assert f"bench {case} does not use --{option}, which is for " in message
+        assert all(f"--{own}" in message for own in USES[case]) and "\n" not in message
+    assert len(called) == len(USES[case])
+
+
+def test_batches_and_contexts_are_swept():
+    common = ["--shape", "tiny", "--layers", "1"]
+    sweep = ["--batch", "1", "--batch", "2", "--context", "16", "--context", "24"]
+    rows = bench_of("decode", *common, *sweep, "--arm", "bf16", "--budget", "0")
+    cases = [(batch, context) for context in (16, 24) for batch in (1, 2)]
+    fixed = [row["name"] for row in rows if row["name"].startswith("decode tiny 1/4")]
+    assert fixed == [f"decode tiny 1/4 layers B{batch} {context}" for batch, context in cases]
+    rows = bench_of("prefill", *common, *sweep)
+    assert {row["name"] for row in rows} == {f"prefill tiny 1/4 layers {b}x{c}" for b, c in cases}
+    rows = bench_of("frames", "--shape", "tiny", *sweep)
+    assert {row["name"] for row in rows} == {f"frames tiny {b}x{c - 1}" for b, c in cases}
+
+
+@pytest.mark.parametrize("case", ["prefill", "decode", "capture"])
+def test_a_tiny_shape_runs_by_default(case):
+    small = ["--layers", "1", *(["--batch", "1"] if case != "prefill" else [])]
+    rows = bench_of(case, "--shape", "tiny", *small, *(["--arm", "bf16"] if case == "decode" else []))
+    assert isinstance(rows, list) and rows, rows
+
+
+def test_rows_come_out_as_they_are_measured():
+    result = CliRunner().invoke(app, ["bench", "codec", "--device", "cpu", "--rows", "16", "--repeats", "1", "--json"])
+    assert "pack r1, fp4: " in result.stderr and json.loads(result.stdout)["notes"] == []

@@ -7,28 +7,34 @@ from typing import Annotated, Any
 
 import typer
 
-from tracefp4.cli.console import JsonOption, emit, number
-from tracefp4.errors import ConfigError, suggest
+from tracefp4.cli.bench_options import CASES, Wanted, check_case, check_names
+from tracefp4.cli.console import JsonOption, emit, number, stderr_console
 
-CASES = ("codec", "qat", "attention", "experts", "delta", "decode", "prefill", "capture", "rollout", "train", "frames")
-"""What can be measured."""
 MODELS = ("decode", "prefill", "capture", "rollout")
-"""Those that build a model."""
+"""Cases that build a model."""
+SMALL_CONTEXT = 256
+"""Tokens of a context of the tiny shapes, which have positions for 512."""
 
 
 def run(
+    ctx: typer.Context,
     case: Annotated[str, typer.Argument(help=f"One of: {', '.join(CASES)}.")],
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda or cuda:N; codec, qat, train, frames and tiny shapes run on a CPU.")
     ] = "auto",
-    batch: Annotated[list[int] | None, typer.Option(help="Batch size; may be repeated.")] = None,
-    context: Annotated[list[int] | None, typer.Option(help="Context length; may be repeated.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Batch size; may be repeated, also with contexts: all pairs.")
+    ] = None,
+    context: Annotated[list[int] | None, typer.Option(min=1, help="Context length; may be repeated.")] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(help="Shape of attention, experts or model (30b, 35b, smollm2-moe, tiny, ...); may be repeated."),
     ] = None,
     arm: Annotated[
-        list[str] | None, typer.Option(help="Arm of decode (a spec, or transformers) or of train; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help="Arm of decode (a spec, or transformers), experts or train, plan of capture; may be repeated."
+        ),
     ] = None,
     budget: Annotated[
         float | None, typer.Option(help="GiB for weights, K, V and states in memory-limited decode; 120, 0 for none.")
@@ -37,16 +43,20 @@ def run(
         bool, typer.Option("--compile", help="Compile decoder layers and sampler, for decode, capture and rollout.")
     ] = False,
     state_dtype: Annotated[
-        str, typer.Option(help="What recurrent states of a hybrid shape are kept in, float32 or bfloat16; for decode.")
+        str, typer.Option(help="What recurrent states are kept in, float32 or bfloat16; for decode and capture.")
     ] = "float32",
     skew: Annotated[
         float, typer.Option(help="Skew of routing, for experts: rank r is chosen as 1 / r^skew; 0 for uniform.")
     ] = 0.0,
-    rows: Annotated[int, typer.Option(help="Rows of 2048 values, for codec and qat.")] = 16384,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Time the default tiles of experts alone, and no others beside them.")
+    ] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of 2048 values, for codec and qat.")] = 16384,
     layers: Annotated[
-        int | None, typer.Option(help="Layers of the random model, for decode, prefill, capture and rollout; 8 of 30b.")
+        int | None,
+        typer.Option(min=1, help="Layers of the random model, for decode, prefill, capture and rollout; 8 of 30b."),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each case; the median counts.")] = 20,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each case; the median counts.")] = 20,
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Recompute layers in the backward pass; for train.")
     ] = False,
@@ -54,106 +64,146 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Time BF16 and FP4 arms in one run; the bound is the bytes moved over the copy bandwidth of this device."""
-    import json
-
-    from tracefp4.evaluation.bench import Bench, pick_device
-
-    if case not in CASES:
-        raise ConfigError(f"unknown benchmark {case!r}{suggest(case, CASES)}")
-    bench = Bench(pick_device(device), repeats)
-    batches, contexts, shapes = tuple(batch or ()), tuple(context or ()), tuple(shape or ())
-    if case in MODELS:
-        _run_model(bench, case, batches, contexts, shapes, layers, tuple(arm or ()), budget, compiled, state_dtype)
-    elif case == "train":
-        _train(bench, batches, contexts, shapes, tuple(arm or ()), recompute)
-    elif case == "frames":
-        _frames(bench, batches, contexts, shapes)
-    else:
-        _run_kernels(bench, case, batches, contexts, shapes, rows, skew)
-    found = bench.to_dict()
+    check_case(case, _given(ctx))
+    wanted = Wanted(
+        case, tuple(batch or ()), tuple(context or ()), tuple(shape or ()), tuple(arm or ()), budget, compiled,
+        state_dtype, skew, quick, rows, layers, recompute,
+    )  # fmt: skip
+    found = _measure(wanted, device, repeats)
     if output is not None:
+        import json
+
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     emit(found, as_json=as_json, text=_table(found))
 
 
-def _run_kernels(
-    bench: Any, case: str, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...], rows: int,
-    skew: float,
-) -> None:  # fmt: skip
-    from tracefp4.evaluation import bench_delta, bench_kernels
+def _given(ctx: typer.Context) -> list[str]:
+    """Options that stand on the command line, without dashes."""
+    found = []
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            found.append(parameter.opts[0].removeprefix("--"))
+    return found
 
+
+def _measure(wanted: Wanted, device: str, repeats: int) -> dict[str, Any]:
+    """Run one case; its rows come out on standard error as they are measured."""
+    from tracefp4.evaluation.bench import Bench, pick_device
+
+    console = stderr_console()
+    bench = Bench(pick_device(device), repeats, show=lambda line: console.print(line, markup=False, soft_wrap=True))
+    if wanted.case in MODELS:
+        _run_model(bench, wanted)
+    elif wanted.case == "train":
+        _train(bench, wanted)
+    elif wanted.case == "frames":
+        _frames(bench, wanted)
+    else:
+        _run_kernels(bench, wanted)
+    return bench.to_dict()
+
+
+def _run_kernels(bench: Any, wanted: Wanted) -> None:
+    from tracefp4.evaluation import bench_delta, bench_experts, bench_kernels
+
+    case = wanted.case
     if case == "delta":
-        bench_delta.bench_delta(bench, **({"batches": batches} if batches else {}))
+        bench_delta.bench_delta(bench, **({"batches": wanted.batches} if wanted.batches else {}))
         return
     if case in ("codec", "qat"):
-        (bench_kernels.bench_codec if case == "codec" else bench_kernels.bench_qat)(bench, rows)
+        (bench_kernels.bench_codec if case == "codec" else bench_kernels.bench_qat)(bench, wanted.rows)
         return
-    known = bench_kernels.ATTENTION if case == "attention" else bench_kernels.EXPERTS
-    _check(shapes, known, "shape")
-    sizes: dict[str, Any] = {"shapes": shapes or tuple(known)}
-    if batches:
-        sizes["batches"] = batches
+    known = bench_kernels.ATTENTION if case == "attention" else bench_experts.EXPERTS
+    check_names(wanted.shapes, known, "shape")
+    sizes: dict[str, Any] = {"shapes": wanted.shapes or tuple(known)}
+    if wanted.batches:
+        sizes["batches"] = wanted.batches
     if case == "attention":
-        if contexts:
-            sizes["contexts"] = contexts
+        if wanted.contexts:
+            sizes["contexts"] = wanted.contexts
         bench_kernels.bench_attention(bench, **sizes)
-    else:
-        bench_kernels.bench_experts(bench, **sizes, skew=skew)
+        return
+    check_names(wanted.arms, bench_experts.ARMS, "arm")
+    arms = wanted.arms or bench_experts.ARMS
+    bench_experts.bench_experts(bench, **sizes, skew=wanted.skew, arms=arms, quick=wanted.quick)
 
 
-def _run_model(
-    bench: Any, case: str, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...],
-    layers: int | None, arms: tuple[str, ...], budget: float | None,
-    compiled: bool, state_dtype: str,
-) -> None:  # fmt: skip
-    from tracefp4.evaluation import bench_engine, bench_rollout
+def _run_model(bench: Any, wanted: Wanted) -> None:
+    from tracefp4.evaluation import bench_engine
     from tracefp4.evaluation.bench import need_cuda
 
-    _check(shapes, bench_engine.SHAPES, "shape")
-    _check(arms, bench_engine.ARMS, "arm")
-    for name in shapes or ("smollm2-moe" if case == "rollout" else "30b",):
+    check_names(wanted.shapes, bench_engine.SHAPES, "shape")
+    names = wanted.shapes or ("smollm2-moe" if wanted.case == "rollout" else "30b",)
+    for name in names:
         if not name.startswith("tiny"):
-            need_cuda(bench, case)
-        length = (contexts or ((512,) if name.startswith("tiny") else (8192,)))[0]
-        part = bench_engine.slice_of(name, layers, length, compiled, state_dtype)
-        if case == "decode":
-            bench_engine.bench_decode(bench, part, batches or (1, 16, 64), budget, arms or bench_engine.SPECS)
-        elif case == "capture":
-            bench_engine.bench_capture(bench, part, (batches or (64,))[0])
-        elif case == "prefill":
-            part = bench_engine.slice_of(name, layers, (contexts or (4096,))[0])
-            bench_engine.bench_prefill(bench, part, (batches or (4,))[0])
-        else:
-            bench_rollout.bench_rollout(bench, name, layers=layers, compiled=compiled)
+            need_cuda(bench, wanted.case)
+    {"decode": _decode, "prefill": _prefill, "capture": _capture, "rollout": _rollout}[wanted.case](
+        bench, wanted, names
+    )
 
 
-def _frames(bench: Any, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...]) -> None:
+def _decode(bench: Any, wanted: Wanted, names: tuple[str, ...]) -> None:
+    from tracefp4.evaluation import bench_engine
+
+    check_names(wanted.arms, bench_engine.ARMS, "arm")
+    for name in names:
+        for context in wanted.contexts or (_context(name, 8192),):
+            part = bench_engine.slice_of(name, wanted.layers, context, wanted.compiled, wanted.state_dtype)
+            batches, arms = wanted.batches or (1, 16, 64), wanted.arms or bench_engine.SPECS
+            bench_engine.bench_decode(bench, part, batches, wanted.budget, arms)
+
+
+def _capture(bench: Any, wanted: Wanted, names: tuple[str, ...]) -> None:
+    from tracefp4.evaluation import bench_engine
+    from tracefp4.evaluation.bench_capture import bench_capture
+
+    for name in names:
+        for batch, context in wanted.sweep(64, _context(name, 8192)):
+            part = bench_engine.slice_of(name, wanted.layers, context, wanted.compiled, wanted.state_dtype)
+            bench_capture(bench, part, batch, wanted.arms)
+
+
+def _prefill(bench: Any, wanted: Wanted, names: tuple[str, ...]) -> None:
+    from tracefp4.evaluation import bench_engine
+
+    for name in names:
+        for batch, context in wanted.sweep(4, _context(name, 4096)):
+            bench_engine.bench_prefill(bench, bench_engine.slice_of(name, wanted.layers, context), batch)
+
+
+def _rollout(bench: Any, wanted: Wanted, names: tuple[str, ...]) -> None:
+    from tracefp4.evaluation.bench_rollout import bench_rollout
+
+    for name in names:
+        bench_rollout(bench, name, layers=wanted.layers, compiled=wanted.compiled)
+
+
+def _context(name: str, usual: int) -> int:
+    """Length of context of a shape by default."""
+    return SMALL_CONTEXT if name.startswith("tiny") else usual
+
+
+def _frames(bench: Any, wanted: Wanted) -> None:
     from tracefp4.evaluation import bench_frames, bench_shapes
 
-    _check(shapes, bench_shapes.SHAPES, "shape")
-    for name in shapes or ("smollm2-moe",):
-        bench_frames.bench_frames(bench, name, (batches or (64,))[0], (contexts or (130,))[0] - 1)
+    check_names(wanted.shapes, bench_shapes.SHAPES, "shape")
+    for name in wanted.shapes or ("smollm2-moe",):
+        for batch, context in wanted.sweep(64, 130):
+            bench_frames.bench_frames(bench, name, batch, context - 1)
 
 
-def _check(names: tuple[str, ...], known: Any, what: str) -> None:
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"unknown {what} {name!r}{suggest(name, tuple(known))}")
-
-
-def _train(
-    bench: Any, batches: tuple[int, ...], contexts: tuple[int, ...], shapes: tuple[str, ...], arms: tuple[str, ...],
-    recompute: bool,
-) -> None:  # fmt: skip
+def _train(bench: Any, wanted: Wanted) -> None:
     from tracefp4.evaluation import bench_train
 
-    _check(shapes, bench_train.SHAPES, "shape")
-    _check(arms, bench_train.ARMS, "arm")
-    chosen: dict[str, Any] = {"recompute": recompute} | ({"arms": arms} if arms else {})
-    if shapes:
-        chosen["shapes"] = shapes
-    bench_train.bench_train(bench, sequences=(batches or (0,))[0], rows=(contexts or (0,))[0], **chosen)
+    check_names(wanted.shapes, bench_train.SHAPES, "shape")
+    check_names(wanted.arms, bench_train.ARMS, "arm")
+    chosen: dict[str, Any] = {"recompute": wanted.recompute} | ({"arms": wanted.arms} if wanted.arms else {})
+    if wanted.shapes:
+        chosen["shapes"] = wanted.shapes
+    for sequences, rows in wanted.sweep(0, 0):
+        bench_train.bench_train(bench, sequences=sequences, rows=rows, **chosen)
 
 
 def _table(found: dict[str, Any]) -> str:
@@ -167,6 +217,6 @@ def _table(found: dict[str, Any]) -> str:
         lines.append([*cells, number(row["ratio_to_bf16"]), row["detail"]])
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    failed = [f"failed: {line}" for line in found["failures"]]
+    failed = [f"failed: {line}" for line in found["failures"]] + [f"note: {line}" for line in found["notes"]]
     top = f"{found['device']}, torch {found['torch']}, copy {found['copy_bandwidth'] / 1e9:.0f} GB/s"
     return "\n".join([top, "", *text, *failed])

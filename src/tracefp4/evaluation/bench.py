@@ -46,6 +46,10 @@ class Bench:
     repeats: int = 20
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was left out, and why."""
+    show: Callable[[str], object] | None = None
+    """Told of every row, failure and note as it comes, in one line."""
     _bandwidth: float | None = None
     _launch: float | None = None
 
@@ -91,7 +95,7 @@ class Bench:
             self.fail(name, arm, error)
             return None
         bound = None if nbytes is None else 1e6 * nbytes / self.bandwidth
-        self.rows.append(Row(name, arm, 1e6 * seconds, "us", bound, detail=detail))
+        self.keep(Row(name, arm, 1e6 * seconds, "us", bound, detail=detail))
         return seconds
 
     def best(self, name: str, arm: str, cases: Sequence[tuple[str, Sequence[Work]]], nbytes: float) -> str | None:
@@ -107,13 +111,33 @@ class Bench:
         seconds, detail = min(found)
         others = ", ".join(f"{text} {1e6 * value:.1f}" for value, text in sorted(found)[1:])
         row = Row(name, arm, 1e6 * seconds, "us", 1e6 * nbytes / self.bandwidth, detail=f"{detail} ({others})")
-        self.rows.append(row)
+        self.keep(row)
         return detail
 
-    def fail(self, name: str, arm: str, error: BaseException) -> None:
+    def keep(self, row: Row) -> None:
+        """Add a row."""
+        self.rows.append(row)
+        self._say(f"{row.name}, {row.arm}: {row.value:.6g} {row.unit}")
+
+    def fail(self, name: str, arm: str, error: BaseException | str) -> None:
         """Note a case that could not be measured."""
-        text = str(error).strip().splitlines() or [""]
-        self.failures.append(f"{name}, {arm}: {type(error).__name__}: {text[0][:200]}")
+        text = (
+            error
+            if isinstance(error, str)
+            else f"{type(error).__name__}: {(str(error).strip() or ' ').splitlines()[0]}"
+        )
+        self.failures.append(f"{name}, {arm}: {text[:240]}")
+        self._say(f"failed: {self.failures[-1]}")
+
+    def note(self, text: str) -> None:
+        """Say what was left out."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self._say(f"note: {text}")
+
+    def _say(self, line: str) -> None:
+        if self.show is not None:
+            self.show(line)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, with ratios filled in."""
@@ -129,6 +153,7 @@ class Bench:
             "copy_bandwidth": self.bandwidth,
             "rows": [asdict(row) for row in self.rows],
             "failures": self.failures,
+            "notes": self.notes,
         }
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks of the embedded engine: the decode step, what capture adds to it, and prefill.
+"""Benchmarks of the embedded engine: the decode step and prefill.
 
 The model has the shape of a large one (:mod:`tracefp4.evaluation.bench_shapes`) with random weights and fewer layers.
 A decode step is timed as one CUDA graph over sequences of a fixed length: their pages hold whatever the pool was filled
@@ -29,19 +29,21 @@ from tracefp4.core import Request, SamplingParams
 from tracefp4.evaluation.bench import Bench, Row, failures
 from tracefp4.evaluation.bench_peer import PEER, peer_step
 from tracefp4.evaluation.bench_shapes import SHAPES, Shape, Sizes, random_model, sizes
+from tracefp4.evaluation.steps import Steps, decode_rows
 from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.store import Store
 from tracefp4.rollout.embedded import EmbeddedEngine
-from tracefp4.rollout.inputs import DecodeRow
-from tracefp4.rollout.request import Sequence
 
 SPECS = ("bf16", "nvfp4-w4a4", "nvfp4-kv4", "nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4")
-"""Precision combinations of a decode step."""
-ARMS = (*SPECS, PEER)
-"""Everything that a decode step is measured for; the peer compiles for long and has to be asked for."""
+"""Precision combinations of a decode step; the first four are BF16 and NVFP4 experts by BF16 and NVFP4 KV cache."""
+WEIGHTS_ALONE = ("nvfp4-w4a16", "nvfp4-w4a16-kv4")
+"""The same with the activations of NVFP4 experts left in BF16."""
+ARMS = (*SPECS, *WEIGHTS_ALONE, PEER)
+"""Everything that a decode step is measured for. Those that are not in :data:`SPECS` have to be asked for; the peer
+compiles for long."""
 GIB = float(1 << 30)
 PAGE = 16
 """Tokens of a page."""
@@ -119,13 +121,7 @@ def bench_decode(
             for batch in batches:
                 _peer(bench, part, batch)
         else:
-            _steps(bench, part, arm, None, batches, budget)
-
-
-def bench_capture(bench: Bench, part: Slice, batch: int = 64) -> None:
-    """The same step with guidance recorded under several plans."""
-    for plan in (None, f"r1-l{max(part.layers // 2, 1)}", "r1-all", "r4-all+mid"):
-        _steps(bench, part, "nvfp4-w4a4-kv4", plan, (batch,), 0.0)
+            _steps(bench, part, arm, batches, budget)
 
 
 def arm_of(spec: str, plan: str | None = None) -> str:
@@ -167,18 +163,15 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def _steps(
-    bench: Bench, part: Slice, spec: str, plan: str | None, batches: tuple[int, ...], budget: float
-) -> None:  # fmt: skip
-    arm, chosen = arm_of(spec, plan), get_spec(spec)
+def _steps(bench: Bench, part: Slice, spec: str, batches: tuple[int, ...], budget: float) -> None:
+    arm, chosen = arm_of(spec), get_spec(spec)
     own, whole = part.sizes(chosen), part.sizes(chosen, part.shape.layers)
     limited = whole.fits(budget * GIB, part.context) if budget else 0
     most = max(*batches, limited)
     try:
-        engine = make_engine(part, spec, plan, bench.device, most * paged(part.context), most)
-        _warm(engine)
-        if plan is None:
-            _memory_rows(bench, part, arm, engine, own)
+        engine = make_engine(part, spec, None, bench.device, most * paged(part.context), most)
+        warm(engine)
+        _memory_rows(bench, part, arm, engine, own)
     except failures() as error:
         bench.fail(f"decode engine {part.label}", arm, error)
         release()
@@ -188,7 +181,7 @@ def _steps(
     if limited:
         _limited(bench, part, arm, engine, own, whole, limited, budget)
     elif budget:
-        bench.failures.append(f"decode {part.label} memory-limited, {arm}: {budget} GiB do not hold one sequence")
+        bench.fail(f"decode {part.label} memory-limited", arm, f"{budget} GiB do not hold one sequence")
     del engine
     release()
 
@@ -199,7 +192,7 @@ def _fixed(
     for label, seconds, size in _measured(bench, part, arm, engine, own, whole, batch, f"B{batch} {part.length}"):
         bound = 1e6 * size.step(batch, part.context) / bench.bandwidth
         detail = f"{batch / seconds:.0f} tok/s" + ("" if size is own else f", from {part.layers} layers")
-        bench.rows.append(Row(label, arm, 1e6 * seconds, "us", bound, detail=detail))
+        bench.keep(Row(label, arm, 1e6 * seconds, "us", bound, detail=detail))
 
 
 def _limited(
@@ -209,7 +202,7 @@ def _limited(
     for label, seconds, size in _measured(bench, part, arm, engine, own, whole, batch, name):
         bound = batch * bench.bandwidth / size.step(batch, part.context)
         detail = f"B{batch} in {budget:g} GiB, {whole.weights / GIB:.1f} of them weights"
-        bench.rows.append(Row(label, arm, batch / seconds, "tok/s", bound, detail=detail))
+        bench.keep(Row(label, arm, batch / seconds, "tok/s", bound, detail=detail))
 
 
 def _measured(
@@ -226,20 +219,18 @@ def _measured(
 
 def _memory_rows(bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes) -> None:
     """What the engine really keeps, beside what it has to."""
-    bench.rows.append(
-        Row(f"weights {part.label}", arm, engine.weight_bytes / GIB, "GiB", own.weights / GIB, detail="as kept")
-    )
-    bench.rows.append(Row(f"KV a token {part.label}", arm, float(engine.token_bytes), "B", own.token))
+    bench.keep(Row(f"weights {part.label}", arm, engine.weight_bytes / GIB, "GiB", own.weights / GIB, detail="as kept"))
+    bench.keep(Row(f"KV a token {part.label}", arm, float(engine.token_bytes), "B", own.token))
 
 
 def _both(bench: Bench, part: Slice, engine: EmbeddedEngine, batch: int) -> tuple[float, float]:
     """Seconds of a step of the slice, and what the whole model would take."""
     seconds = step_seconds(engine, batch, part.context, bench.repeats)
-    tail = _tail_seconds(bench, engine, batch)
+    tail = tail_seconds(bench, engine, batch)
     return seconds, tail + max(seconds - tail, 0.0) * part.shape.layers / part.layers
 
 
-def _warm(engine: EmbeddedEngine) -> None:
+def warm(engine: EmbeddedEngine) -> None:
     """Compile what a prefill and a step need; the first prefill also tells the shapes of linear-attention states."""
     engine.generate([Request("warm", tuple(range(1, 9)), 1, SamplingParams(max_new_tokens=2, seed=0))])
 
@@ -249,48 +240,16 @@ def prompt_of(name: str, length: int, seed: int, sampling: SamplingParams, sampl
     return Request(name, tuple((17 * j + 5 * seed) % 101 for j in range(length)), samples, sampling)
 
 
-def decode_rows(engine: EmbeddedEngine, batch: int, context: int) -> list[DecodeRow]:
-    """Rows of ``batch`` sequences of ``context`` tokens, each with pages and a state row of its own."""
-    width = engine.pages.pages_for(context)
-    sampling = SamplingParams(max_new_tokens=1, seed=0)
-    rows = []
-    for i in range(batch):
-        sequence = Sequence(Request(str(i), (1,), 1, sampling), 0, i, i, False)
-        sequence.ticket = 1
-        sequence.state_row = i if engine.states.needed else None
-        rows.append(DecodeRow(17 + i % 64, context - 1, list(range(i * width, (i + 1) * width)), sequence))
-    return rows
-
-
-@torch.no_grad()
 def step_seconds(engine: EmbeddedEngine, batch: int, context: int, repeats: int) -> float:
-    """Median seconds of a decode step of ``batch`` sequences of ``context`` tokens: a replayed graph, or on a CPU.
-
-    Attention is cut as in an engine that was built for this batch, whatever room this one has.
-    """
-    runner, rows = engine._runner, decode_rows(engine, batch, context)
-    runner.sites.max_batch = batch
-    width = engine.pages.pages_for(context)
-    if runner.graphs is None:
-        if engine.device.type == "cuda":
-            raise RuntimeError("the engine has no CUDA graphs")
-        inputs = runner.inputs.fill(rows, batch, width)
-        return median(host_seconds(lambda: runner.decode_step(inputs, False), min(repeats, 3)))
-    runner.graphs.run(rows, width, False)
-    graph = runner.graphs.captured(len(rows), width, False)
-    samples = []
-    for _ in range(repeats):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        samples.append(start.elapsed_time(stop) / 1e3)
-    return median(samples)
+    """Median seconds of a decode step of ``batch`` sequences of ``context`` tokens: a replayed graph, or on a CPU."""
+    on_gpu = engine.device.type == "cuda"
+    if on_gpu and engine._runner.graphs is None:
+        raise RuntimeError("the engine has no CUDA graphs")
+    return median(Steps(engine, batch, context).own().seconds(repeats if on_gpu else min(repeats, 3)))
 
 
 @torch.no_grad()
-def _tail_seconds(bench: Bench, engine: EmbeddedEngine, batch: int) -> float:
+def tail_seconds(bench: Bench, engine: EmbeddedEngine, batch: int) -> float:
     """Seconds of head and sampler, which a step has once however many layers it has."""
     runner = engine._runner
     inputs = runner.inputs.fill(decode_rows(engine, batch, 1), batch, 1)
@@ -306,7 +265,7 @@ def _peer(bench: Bench, part: Slice, batch: int) -> None:
         seconds = peer_step(part.shape.config(part.layers), bench.device, batch, part.context)
         bound = 1e6 * sizes(part.name, part.layers, get_spec("bf16")).step(batch, part.context) / bench.bandwidth
         detail = f"{batch / seconds:.0f} tok/s, generate with a static cache"
-        bench.rows.append(Row(name, PEER, 1e6 * seconds, "us", bound, detail=detail))
+        bench.keep(Row(name, PEER, 1e6 * seconds, "us", bound, detail=detail))
     except (*failures(), AttributeError) as error:  # other versions of transformers may lack what is set there
         bench.fail(name, PEER, error)
     release()
@@ -321,7 +280,7 @@ def bench_prefill(bench: Bench, part: Slice, prompts: int = 4) -> None:
             engine = make_engine(part, spec, None, bench.device, 2 * prompts * length, 2 * prompts)
             requests = [prompt_of(f"{i}", length, i, SamplingParams(max_new_tokens=1, seed=0)) for i in range(prompts)]
             seconds = median(host_seconds(lambda e=engine, r=requests: e.generate(r), 3))
-            bench.rows.append(Row(name, arm, prompts * length / seconds, "tok/s", detail="median of 3, first left out"))
+            bench.keep(Row(name, arm, prompts * length / seconds, "tok/s", detail="median of 3, first left out"))
             del engine
         except failures() as error:
             bench.fail(name, arm, error)

@@ -91,10 +91,10 @@ def bench_rollout(
         steps = new_tokens - 1
         bound = tokens / (steps * max(moved, launched))
         detail = f"bound of a step: bytes {1e6 * moved:.0f} us, launches {1e6 * launched:.0f} us"
-        bench.rows.append(Row(case, arm, tokens / seconds, "tok/s", bound, detail=detail))
+        bench.keep(Row(case, arm, tokens / seconds, "tok/s", bound, detail=detail))
         if claims is not None:
             rate = tokens / (seconds + claims.seconds)
-            bench.rows.append(Row(case, f"{arm} all claimed", rate, "tok/s", bound, detail=str(claims)))
+            bench.keep(Row(case, f"{arm} all claimed", rate, "tok/s", bound, detail=str(claims)))
 
 
 def step_bounds(bench: Bench, part: Slice, spec: str, batch: int, new_tokens: int) -> tuple[float, float]:

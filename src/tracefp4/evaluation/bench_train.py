@@ -231,13 +231,13 @@ def bench_train(
     """
     rate = _product_rate(bench)
     for name in shapes:
-        shape, (own_sequences, own_rows) = SHAPES[name], SIZES[name]
-        sequences, rows = sequences or own_sequences, rows or own_rows
-        title = f"train {name} {MICRO_BATCHES}x{sequences}x{rows}"
-        case = Case.make(shape, sequences, rows, bench.device, recompute=recompute)
+        shape = SHAPES[name]
+        batch, length = (asked or own for asked, own in zip((sequences, rows), SIZES[name], strict=True))
+        title = f"train {name} {MICRO_BATCHES}x{batch}x{length}"
+        case = Case.make(shape, batch, length, bench.device, recompute=recompute)
         if any(ARMS[arm].guided for arm in arms):
             case.record()
-        flops = step_flops(shape, MICRO_BATCHES * sequences * rows, rows, 4 if recompute else 3)
+        flops = step_flops(shape, MICRO_BATCHES * batch * length, length, 4 if recompute else 3)
         nbytes = step_bytes(shape)
         bound_us = 1e6 * (flops / rate + nbytes / bench.bandwidth)
         for arm in arms:
@@ -248,7 +248,7 @@ def bench_train(
                 bench.fail(title, arm, error)
                 continue
             detail = f"{flops / seconds / 1e12:.3g} TFLOP/s, peak {peak / 2**30:.3f} GiB"
-            bench.rows.append(Row(title, arm, 1e6 * seconds, "us", bound_us, detail=detail))
+            bench.keep(Row(title, arm, 1e6 * seconds, "us", bound_us, detail=detail))
         del case
 
 

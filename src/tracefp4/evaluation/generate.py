@@ -11,7 +11,8 @@ from typing import Any
 
 from tracefp4.config import EngineConfig, TaskConfig
 from tracefp4.core import Request, Rollout, SamplingParams
-from tracefp4.evaluation.profile import profiled
+from tracefp4.evaluation.breakdown import breakdown
+from tracefp4.evaluation.steps import Steps
 from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.memory_store import MemoryStore
@@ -46,7 +47,7 @@ class GenerateSettings:
     folder: Path | None = None
     """Keep guidance frames here; in memory when ``None``."""
     profile: bool = False
-    """Measure where the time goes (:mod:`tracefp4.evaluation.profile`); slower, and without CUDA graphs."""
+    """Also measure where the time of a decode step goes (:mod:`tracefp4.evaluation.breakdown`)."""
 
 
 def generate(wanted: GenerateSettings) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def generate(wanted: GenerateSettings) -> dict[str, Any]:
         for i, text in enumerate(wanted.prompts)
     ]
     longest = max(len(r.prompt_ids) for r in requests) + wanted.sampling.max_new_tokens
-    settings = EngineConfig(cuda_graphs=not wanted.profile)
+    settings = EngineConfig()
     pages = -(-2 * longest // settings.page_size)  # Samples of one prompt copy its last page.
     settings = settings.model_copy(update={"max_tokens": max(settings.max_tokens, pages * settings.page_size)})
     store: Store = MemoryStore() if wanted.folder is None else FileStore(wanted.folder)
@@ -83,7 +84,8 @@ def generate(wanted: GenerateSettings) -> dict[str, Any]:
     )
     with closing(engine):
         engine.sync(dict(loaded.model.named_parameters()), 0)
-        rollouts, profile = _generate(engine, requests, plan is not None, wanted.profile)
+        rollouts = engine.generate(requests, guidance=plan is not None)
+        profile = _profile(engine, rollouts) if wanted.profile else None
     return {
         "model": wanted.model,
         "spec": wanted.spec,
@@ -96,16 +98,14 @@ def generate(wanted: GenerateSettings) -> dict[str, Any]:
     }
 
 
-def _generate(
-    engine: Engine, requests: Sequence[Request], guidance: bool, profile: bool
-) -> tuple[list[Rollout], dict[str, Any] | None]:
-    if not profile or not isinstance(engine, EmbeddedEngine):
-        return engine.generate(requests, guidance=guidance), None
-    # Once without the clock: what is made on first use belongs to no part.
-    engine.generate(requests[:1], guidance=guidance)
-    with profiled(engine) as found:
-        rollouts = engine.generate(requests, guidance=guidance)
-    return rollouts, found.to_dict()
+def _profile(engine: Engine, rollouts: Sequence[Rollout]) -> dict[str, Any] | None:
+    """A step of as many sequences as were generated, as long as the longest, by part; ``None`` for other engines."""
+    if not isinstance(engine, EmbeddedEngine):
+        return None
+    context = max(rollout.rows for rollout in rollouts)
+    room = engine.pages.num_pages // engine.pages.pages_for(context)
+    batch = min(len(rollouts), engine.scheduler.max_batch, room)
+    return breakdown(Steps(engine, batch, context), engine.plan).to_dict()
 
 
 def _prompter(tokenizer: Any, plain: bool) -> Prompter:

@@ -27,6 +27,7 @@ _SPECS = {
     "nvfp4-w4a4": ("nvfp4", "nvfp4", None),
     "nvfp4-kv4": (None, None, "nvfp4"),
     "nvfp4-w4a16": ("nvfp4", None, None),
+    "nvfp4-w4a16-kv4": ("nvfp4", None, "nvfp4"),
     "mxfp4-w4a8-kv4": ("mxfp4", "mxfp8", "mxfp4"),
     "mxfp4-w4a4-kv4": ("mxfp4", "mxfp4", "mxfp4"),
     "bf16": (None, None, None),
