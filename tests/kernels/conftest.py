@@ -90,13 +90,21 @@ def same() -> Callable[[Tensor, Tensor], bool]:
     return _same
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fresh memory holds numbers that no kernel writes, so that what is left unwritten shows."""
-    empty = torch.empty
+    """Fresh memory holds what no kernel writes, so that what is left unwritten shows: NaN, or numbers out of range."""
 
-    def filled(*args: Any, **kwargs: Any) -> Tensor:
-        made = empty(*args, **kwargs)
-        return made.fill_(101 if made.dtype in (torch.uint8, torch.int8) else -12345)
+    def poisoning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def filled(*args: Any, **kwargs: Any) -> Tensor:
+            made = make(*args, **kwargs)
+            if made.dtype.is_floating_point:
+                poison = float("nan")
+            else:
+                poison = {torch.uint8: 0xAB, torch.int8: -0x55, torch.bool: True}.get(made.dtype, -12345)
+            with torch.no_grad():
+                return made.fill_(poison)
 
-    monkeypatch.setattr(torch, "empty", filled)
+        return filled
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoning(getattr(owner, name)))

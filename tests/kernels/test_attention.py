@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tracefp4.evaluation.bench_kernels import ATTENTION, attention_configs
 from tracefp4.formats import blocks, words
 from tracefp4.formats.fused import rules
 from tracefp4.formats.numerics import get_numerics
@@ -161,6 +162,56 @@ def test_decode_attention(name, width, heads, group, device):
             width**-0.5,
             before=length - 1,
         )
+        assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+
+
+def configurations():
+    """All that the benchmark times. An interpreter knows neither warps nor stages, so one of a width does there."""
+    for shape, (heads, kv_heads, width) in ATTENTION.items():
+        for index, config in enumerate(attention_configs(width)):
+            for name in ("nvfp4-te", "mxfp4-ceil", None):
+                quick = GPU or (shape == "gpt-oss" and index == 0 and name != "mxfp4-ceil")
+                marks = [] if quick else [pytest.mark.slow]
+                yield pytest.param(name, width, heads // kv_heads, config, marks=marks, id=f"{shape}-{name}-{config}")
+
+
+@pytest.mark.parametrize("name, width, group, config", list(configurations()))
+def test_every_configuration_of_the_benchmark(name, width, group, config, device):
+    """Several splits, an end in the middle of a tile, and one token, in the tiles that are timed."""
+    from tracefp4.kernels.attention_decode import decode_attention
+
+    span, rows, warps, stages = config
+    tokens = 2 * span + 77 if device.type == "cuda" else 77
+    kv, table, _, k, v = filled(name, device, tokens=tokens, heads=2, width=width)
+    lengths = [tokens, 1, rows + 1, tokens - span] if device.type == "cuda" else [tokens, 1, rows + 1]
+    q = torch.randn(len(lengths), 2 * group, width, generator=torch.Generator().manual_seed(5)).bfloat16()
+    found = decode_attention(
+        q.to(device), kv, table.expand(len(lengths), -1).contiguous().to(device),
+        torch.tensor(lengths, device=device), width**-0.5, span=span, rows=rows, warps=warps, stages=stages,
+    ).cpu()  # fmt: skip
+    k, v = stands_for(k, name), stands_for(v, name)
+    for i, length in enumerate(lengths):
+        expected = attention(q[i : i + 1], k[:, :length], v[:, :length], width**-0.5, before=length - 1)
+        assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", None])
+def test_tables_as_long_as_the_longest_context(name, device):
+    """Room for 65536 tokens: beside somebody who fills half of it, one token and odd lengths get what they alone do."""
+    from tracefp4.kernels.attention_decode import decode_attention
+
+    tokens, width = (32773 if device.type == "cuda" else 69), 64
+    kv, table, _, k, v = filled(name, device, tokens=tokens, heads=1, width=width)
+    lengths = [1, tokens, 3, 17, tokens // 2 + 1]
+    q = torch.randn(len(lengths), 4, width, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
+    pages = torch.full((len(lengths), 65536 // 16), int(table[-1]))  # what stands past an end is a page of anybody
+    pages[:, : len(table)] = table
+    pages, there = pages.to(device), torch.tensor(lengths, device=device)
+    options = {} if device.type == "cuda" else {"span": 16384, "rows": 32}
+    found = decode_attention(q, kv, pages, there, width**-0.5, **options).cpu()
+    k, v = stands_for(k, name), stands_for(v, name)
+    for i, length in enumerate(lengths):
+        expected = attention(q[i : i + 1].cpu(), k[:, :length], v[:, :length], width**-0.5, before=length - 1)
         assert (found[i : i + 1].double() - expected).abs().max() < 0.02
 
 

@@ -39,7 +39,7 @@ def plainly(logits, top_k, renormalise, dtype):
     "tokens, experts, top_k", [(1, 8, 2), (7, 128, 8), (3, 60, 6), (2, 96, 1), (2, 256, 8), (5, 3, 3)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_choice_of_plain_pytorch(tokens, experts, top_k, renormalise, dtype, device, same, poisoned):
+def test_the_choice_of_plain_pytorch(tokens, experts, top_k, renormalise, dtype, device, same):
     from tracefp4.kernels.choice import choose
 
     generator = torch.Generator().manual_seed(experts + tokens)
@@ -52,7 +52,7 @@ def test_the_choice_of_plain_pytorch(tokens, experts, top_k, renormalise, dtype,
     torch.testing.assert_close(gates, p.to(dtype), rtol=2e-6 if dtype is torch.float32 else 1e-2, atol=0)
 
 
-def test_of_equal_experts_the_lower_comes_first(device, same, poisoned):
+def test_of_equal_experts_the_lower_comes_first(device, same):
     from tracefp4.kernels.choice import choose
 
     logits = torch.zeros(4, 40, dtype=torch.bfloat16)
@@ -68,7 +68,7 @@ def test_of_equal_experts_the_lower_comes_first(device, same, poisoned):
     ]
 
 
-def test_logits_that_are_no_numbers_name_experts_all_the_same(device, poisoned):
+def test_logits_that_are_no_numbers_name_experts_all_the_same(device):
     """What multiplies next indexes weights with them."""
     from tracefp4.kernels.choice import choose
 
@@ -80,7 +80,7 @@ def test_logits_that_are_no_numbers_name_experts_all_the_same(device, poisoned):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
-def test_routes_are_recorded_in_the_rows_of_their_tokens_alone(dtype, device, poisoned):
+def test_routes_are_recorded_in_the_rows_of_their_tokens_alone(dtype, device):
     from tracefp4.kernels.choice import choose
 
     logits = torch.randn(3, 16, generator=torch.Generator().manual_seed(2)).to(device)

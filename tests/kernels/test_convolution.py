@@ -14,7 +14,7 @@ from tracefp4.models.recurrence import convolve
     [(1, 64, torch.bfloat16), (3, 300, torch.bfloat16), (5, 513, torch.float32), (7, 256, torch.float16)],
 )
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_output_and_windows_of_the_plain_code(batch, channels, dtype, with_bias, device, same, poisoned, monkeypatch):
+def test_output_and_windows_of_the_plain_code(batch, channels, dtype, with_bias, device, same, monkeypatch):
     g = torch.Generator().manual_seed(channels)
     wide, pool, weight, bias = (
         torch.randn(*shape, generator=g).to(dtype).to(device)

@@ -36,7 +36,7 @@ def reference(args: tuple[Tensor, ...], pool: Tensor, rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_output_and_states_of_the_plain_code(
-    batch, key_heads, heads, key, value, dtype, kept, device, same, poisoned
+    batch, key_heads, heads, key, value, dtype, kept, device, same
 ):  # fmt: skip
     args, pool = inputs(batch, key_heads, heads, key, value, dtype, device)
     pool = pool.to(kept)
@@ -54,7 +54,7 @@ def test_output_and_states_of_the_plain_code(
 
 
 @pytest.mark.parametrize(("tile", "warps"), [(8, 1), (32, 1), (32, 4), (64, 4)])
-def test_programs_of_other_widths(tile, warps, device, poisoned):
+def test_programs_of_other_widths(tile, warps, device):
     args, pool = inputs(3, 1, 2, 32, 64, torch.float32, device)
     rows, plain = torch.tensor([5, 0, 2], device=device), pool.clone()
     mixed, a, b = (x.contiguous() for x in args[:3])

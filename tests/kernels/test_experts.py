@@ -46,7 +46,7 @@ def ids(tokens, top_k, experts, seed=0):
     "tokens, top_k, experts, rows",
     [(1, 2, 8, 8), (1, 1, 1, 8), (5, 2, 3, 8), (17, 3, 40, 8), (40, 2, 6, 16), (64, 8, 128, 8), (150, 2, 5, 32)],
 )
-def test_route(tokens, top_k, experts, rows, limit, device, same, monkeypatch, poisoned):
+def test_route(tokens, top_k, experts, rows, limit, device, same, monkeypatch):
     """Every pair is in exactly one tile, of its expert, and every entry of the list is written."""
     from tracefp4.kernels import routing
 
@@ -66,7 +66,7 @@ def test_route(tokens, top_k, experts, rows, limit, device, same, monkeypatch, p
     assert len(found.tiles) == routing.max_tiles(flat.numel(), experts, rows)
 
 
-def test_tiles_of_uneven_experts(device, poisoned):
+def test_tiles_of_uneven_experts(device):
     """Sizes around multiples of a tile, in turn after each other: the entries that experts own never overlap."""
     from tracefp4.kernels.routing import route
 

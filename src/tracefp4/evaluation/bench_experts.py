@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tracefp4.evaluation.bench import Bench, Work, need_cuda
+from tracefp4.evaluation.bench import Bench, Work, failures, need_cuda
 from tracefp4.evaluation.bench_kernels import fill_codes, random_values
+from tracefp4.evaluation.expert_peers import PEERS, Layer
 from tracefp4.formats.numerics import Numerics, get_numerics
 from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest
 
@@ -27,8 +28,12 @@ EXPERTS = {"30b": (128, 8, 2048, 768), "35b": (256, 8, 2048, 512), "smollm2-moe"
 """Experts, those of a token, hidden size, intermediate size."""
 EXPERT_BATCHES = {"smollm2-moe": (512,)}
 """Batches of a shape, where they are not those of decoding a large model."""
-ARMS = ("bf16", "fp4 nvfp4 w4a4", "fp4 nvfp4 w4a16", "fp4 mxfp4 w4a4")
+OWN = ("bf16", "fp4 nvfp4 w4a4", "fp4 nvfp4 w4a16", "fp4 mxfp4 w4a4")
 """Formats of weights and activations."""
+ARMS = (*OWN, *PEERS)
+"""Ours, and those of other libraries where they are installed."""
+FOREIGN = (ImportError, AttributeError, OSError)
+"""What other versions of other libraries may raise, beside what ours do."""
 SETS = 3
 """Layers that are walked over, so that none is found in the cache."""
 
@@ -53,18 +58,22 @@ def bench_experts(
     from tracefp4.kernels.experts import tile_rows
 
     need_cuda(bench, "experts")
+    own = tuple(arm for arm in arms if arm in OWN)
     for shape in shapes:
-        layers = {arm: [_expert_layer(bench, shape, arm) for _ in range(SETS)] for arm in arms}
+        layers = {arm: [_expert_layer(bench, shape, arm) for _ in range(SETS)] for arm in own}
+        peers = {arm: _peer_layers(bench, shape, arm) for arm in arms if arm in PEERS}
         for batch in batches or EXPERT_BATCHES.get(shape, (1, 8, 16, 64, 256)):
             chosen = draw_experts(batch, *EXPERTS[shape][:2], skew, bench.device)
             usual = tile_rows(chosen.numel(), EXPERTS[shape][0])
             label = f"{shape} B{batch}" + f" skew {skew:g}" * bool(skew)
             for rows in dict.fromkeys((usual, 128 if usual >= 64 and not quick else usual)):
-                for arm in arms:
+                for arm in own:
                     case = _Case(bench, shape, arm, chosen, rows, label + f" rows {rows}" * (rows != usual))
                     case.pair(layers[arm], quick)
                     if not quick:
                         case.parts()
+            for arm, made in peers.items():
+                _peer_pair(bench, shape, arm, made, chosen, f"experts {label}")
 
 
 def draw_experts(batch: int, experts: int, top_k: int, skew: float, device: torch.device) -> Tensor:
@@ -100,6 +109,35 @@ def _expert_layer(bench: Bench, shape: str, arm: str) -> tuple:
         alpha = torch.rand(experts, device=bench.device) * 1e-3
         made.append(ExpertWeight(words, scales, alpha, out, inner, mx, 32 if mx else 16))
     return tuple(made)
+
+
+def _peer_layers(bench: Bench, shape: str, arm: str) -> list[Layer]:
+    """Layers of another library; none if it is missing, which is noted, or cannot make them, which is a failure."""
+    peer, (experts, _, hidden, inter) = PEERS[arm], EXPERTS[shape]
+    if peer.missing is not None:
+        bench.note(f"{arm} was left out: {peer.missing}")
+        return []
+    try:
+        return [peer.make(experts, hidden, inter, bench.device) for _ in range(SETS)]
+    except (*failures(), *FOREIGN) as error:
+        bench.fail(f"experts {shape}", arm, error)
+        return []
+
+
+def _peer_pair(bench: Bench, shape: str, arm: str, layers: list[Layer], chosen: Tensor, name: str) -> None:
+    """The pair as another library computes it."""
+    if not layers:
+        return
+    _, _, hidden, inter = EXPERTS[shape]
+    x = random_values(bench, len(chosen), hidden)
+    try:
+        ways = [layer.works(chosen, x) for layer in layers]
+    except (*failures(), *FOREIGN) as error:
+        bench.fail(name, arm, error)
+        return
+    cases = [(way[0][0], [work for _, work in way]) for way in zip(*ways, strict=True)]
+    nbytes = chosen.unique().numel() * 3 * hidden * inter * PEERS[arm].bits / 8
+    bench.best(name, arm, cases, nbytes)
 
 
 @dataclass(slots=True)
