@@ -31,7 +31,7 @@ bench codec 30 codec
 bench qat 45 qat
 bench experts 180 experts --shape 30b --batch 1 --batch 16 --batch 64 --batch 256
 bench experts-many 60 experts --shape smollm2-moe --batch 512
-bench experts-skew 90 experts --shape 30b --batch 16 --batch 64 --skew 1
+bench experts-skew 60 experts --shape 30b --batch 16 --batch 64 --skew 1 --quick
 bench attention 80 attention --shape 30b --shape 35b
 step test-delta 60 "$python" -m pytest tests/kernels/test_convolution.py tests/kernels/test_delta_rule.py tests/kernels/test_delta_step.py -m gpu -q
 bench delta 60 delta

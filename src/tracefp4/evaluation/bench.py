@@ -121,12 +121,9 @@ class Bench:
 
     def fail(self, name: str, arm: str, error: BaseException | str) -> None:
         """Note a case that could not be measured."""
-        text = (
-            error
-            if isinstance(error, str)
-            else f"{type(error).__name__}: {(str(error).strip() or ' ').splitlines()[0]}"
-        )
-        self.failures.append(f"{name}, {arm}: {text[:240]}")
+        if not isinstance(error, str):
+            error = f"{type(error).__name__}: {(str(error).strip() or ' ').splitlines()[0]}"
+        self.failures.append(f"{name}, {arm}: {error[:240]}")
         self._say(f"failed: {self.failures[-1]}")
 
     def note(self, text: str) -> None:
