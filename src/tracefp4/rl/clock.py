@@ -28,8 +28,8 @@ class Clock:
     def metrics(self) -> dict[str, float]:
         """``time/<name>_s`` of each part, and ``time/step_s`` since the clock was made.
 
-        On a GPU also the most bytes that this process had in use and had taken from the device, in GiB: it says how many
-        runs one GPU has room for.
+        On a GPU also the most bytes that this process had in use and had taken from the device, in GiB: they say how
+        many runs one GPU has room for.
         """
         found = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
         found["time/step_s"] = time.perf_counter() - self._start

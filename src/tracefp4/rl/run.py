@@ -323,6 +323,7 @@ class Run:
         choice = choose_measured(
             self.model, self.sites, self.shapes, rollouts, load(examples), self.budget,
             temperature=self.config.sampling.temperature, micro_tokens=self.config.train.micro_tokens,
+            pulls=self.config.engine == "embedded",
         )  # fmt: skip
         self.note(f"step {self.step}: {choice}")
         return choice.plan
