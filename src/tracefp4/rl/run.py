@@ -40,7 +40,7 @@ from tracefp4.models.coverage import Coverage, coverage, probe
 from tracefp4.models.directory import cache_dir
 from tracefp4.models.layout import describe
 from tracefp4.models.loading import load_model
-from tracefp4.models.packing import model_digest
+from tracefp4.models.packing import Digest, model_digest
 from tracefp4.rl.clock import Clock
 from tracefp4.rl.collect import Experience, digest_experience, guidance_size, make_requests, sampling_params, score
 from tracefp4.rl.description import describe_run
@@ -135,7 +135,7 @@ class Run:
 
     def _build(self, saved: Saved | None) -> None:
         config = self.config
-        self.store = LateStore(MemoryStore())
+        self.store, self._digest = LateStore(MemoryStore()), Digest()
         self.layout = describe(self.model)
         self.shapes = self.layout.recordable_shapes(self.trainer_spec)
         self.budget = budget_of(config.plan) if self.method.guided else None
@@ -323,6 +323,7 @@ class Run:
         choice = choose_measured(
             self.model, self.sites, self.shapes, rollouts, load(examples), self.budget,
             temperature=self.config.sampling.temperature, micro_tokens=self.config.train.micro_tokens,
+            pulls=self.config.engine == "embedded",
         )  # fmt: skip
         self.note(f"step {self.step}: {choice}")
         return choice.plan
@@ -342,7 +343,7 @@ class Run:
         numerics = self.rollout_spec.weights
         state = sent_weights(self.config, self.model, self.layout, numerics)
         digest = self.engine.sync(state, self.version)
-        mine = model_digest(self.model, self.layout, numerics, state)
+        mine = model_digest(self.model, self.layout, numerics, state, self._digest)
         if digest != mine:
             raise SyncError(f"weights differ after sync {self.version}: engine {digest}, trainer {mine}")
 
