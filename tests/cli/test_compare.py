@@ -66,6 +66,8 @@ def test_runs_tables_and_page(fake: Path, config: Path, capsys: pytest.CaptureFi
     command = found.runs["qat"][1].command
     assert command.startswith(f"tracefp4 train {config} --set method=qat --set seed=1 --set output_dir=")
     assert not list((fake / "c").rglob("checkpoints")), "weights of finished runs are removed"
+    assert _compare(config, fake / "c", "--seeds", "2", "--against", "qat") == 0
+    assert "difference to qat" in (fake / "c" / "tables.md").read_text(encoding="utf-8")
 
 
 def test_runs_side_by_side_are_dealt_out_to_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +139,7 @@ def test_runs_may_be_made_apart_and_shown_together(
         (["--seeds", "0"], "positive number"),
         (["--seeds", "1,1"], "different seeds"),
         (["--only", "qarl"], "names no arm of this comparison"),
+        (["--against", "qta"], "did you mean 'qat'"),
         (["--set", "eval.items=0"], "needs held-out items"),
         (["--arm", "qat:method=qat"], "two arms of one name"),
         (["--arm", "x:method=trace,plan=none"], "use method 'qat'"),

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracefp4.cli.console import JsonOption, emit, stderr_console
 from tracefp4.cli.jobs import Job, Step, run_jobs
-from tracefp4.errors import ConfigError
+from tracefp4.errors import ConfigError, suggest
 from tracefp4.report.arms import PLANS, POSTHOC, REFERENCE, Arm, Base, arms_of, parse_arm
 from tracefp4.report.results import Results, collect, complete, load, run_folder
 
@@ -35,6 +35,9 @@ def run(
         list[str] | None, typer.Option(help="Another arm, NAME:method=...,key=value; may be repeated.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override for all runs; may be repeated.")] = None,
+    against: Annotated[
+        str, typer.Option(help="Arm whose differences the tables show besides those to bf16, such as qat.")
+    ] = "",
     only: Annotated[
         list[str] | None, typer.Option(help="Run only this arm, as NAME or NAME/SEED; may be repeated.")
     ] = None,
@@ -66,6 +69,8 @@ def run(
     arms = list({found.name: found for group in members.values() for found in group}.values())
     numbers = _seeds(seeds)
     _check(config, shared, arms)
+    if against and against not in {found.name for found in arms}:
+        raise ConfigError(f"--against {against!r} names no arm{suggest(against, [found.name for found in arms])}")
     _claim(target, tree)
     console = stderr_console()
 
@@ -82,19 +87,19 @@ def run(
     )
     for path in also or []:
         complete(results, load(path))
-    _finish(results, target, failed, as_json, note)
+    _finish(results, target, failed, as_json, against)
     if failed:
         raise typer.Exit(1)
 
 
-def _finish(results: Results, target: Path, failed: list[str], as_json: bool, note: Any) -> None:
+def _finish(results: Results, target: Path, failed: list[str], as_json: bool, against: str) -> None:
     from tracefp4.report.comparison import verdict, write_comparison
 
     done = sum(len(results.done(arm.name)) for arm in results.arms)
     if not done:
         emit({"done": 0, "failed": failed}, as_json=as_json, text="no run is finished: there is nothing to show")
         return
-    paths = write_comparison(results, target)
+    paths = write_comparison(results, target, against)
     said = verdict(results)
     data = {"done": done, "failed": failed, "verdict": said, **{name: str(path) for name, path in paths.items()}}
     emit(data, as_json=as_json, text="\n".join([*said, f"{done} runs; page: {paths['page']}"]))

@@ -24,7 +24,8 @@ FORMAT = 1
 SERIES = (
     *("reward/mean", "entropy", "response_length/mean", "grad_norm"),
     *("mismatch_kl/mean", "mismatch_kl_unguided/mean", "logprob_diff/max", "logprob_diff/min", "logprob_diff/p999"),
-    *("guidance/bytes_per_token", "guidance/saved_share", "guidance/coverage", "correction/ess", "time/step_s"),
+    *("guidance/bytes_per_token", "guidance/shipped_bytes_per_token", "guidance/saved_share", "guidance/coverage"),
+    *("guidance/pulled_share", "guidance/scale_check_failures", "correction/ess", "time/step_s"),
 )
 """Metrics that are kept by step."""
 
