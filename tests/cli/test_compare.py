@@ -131,6 +131,18 @@ def test_runs_may_be_made_apart_and_shown_together(
 
 
 @pytest.mark.parametrize(
+    ("settings", "checked"), [([], True), (["engine=sglang"], False), (["train.lag=1", "train.guided_lag=1"], False)]
+)
+def test_plans_that_training_would_refuse_are_not_among_the_usual_ones(
+    fake: Path, config: Path, settings: list[str], checked: bool
+) -> None:
+    overrides = [word for item in ["plan=r2-all", *settings] for word in ("--set", item)]
+    assert _compare(config, fake / "c", "--tables", "t5", "--only", "bf16", *overrides) == 0
+    plans = [arm.plan for arm in load(fake / "c" / "results.json").arms][1:]
+    assert plans[0] == "r2-all" and "r1-all+mid" in plans and ("c1-all+mid/s2" in plans) == checked
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--methods", "bf16,qatt"], "did you mean 'qat'"),

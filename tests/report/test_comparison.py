@@ -10,7 +10,7 @@ import pytest
 
 from tracefp4.errors import ConfigError
 from tracefp4.report import paper_figures
-from tracefp4.report.arms import MAIN_METHODS, NVFP4, POSTHOC, TABLE_TITLES, Base, arms_of, parse_arm
+from tracefp4.report.arms import MAIN_METHODS, NVFP4, POSTHOC, TABLE_TITLES, Base, arms_of, parse_arm, to_probe
 from tracefp4.report.comparison import gaps, verdict, write_comparison
 from tracefp4.report.paper_figures import FIGURES, draw_all
 from tracefp4.report.results import Evaluation, Results, RunResult, load, read_result, save
@@ -89,7 +89,10 @@ def test_tables_hold_the_rows_of_the_paper():
     assert names["t1"] == list(MAIN_METHODS)
     assert names["t3"] == ["bf16", *(f"{m}@nvfp4-w4a4" for m in ("qat", "quads", "trace")), "qat@nvfp4-kv4", "trace@nvfp4-kv4"]  # fmt: skip  # noqa: E501
     assert names["t4"] == ["bf16", *(f"{m}@mxfp4-{s}-kv4" for s in ("w4a8", "w4a4") for m in ("qat", "trace"))]
-    assert {"trace.r4-all", "trace.r1-half", "trace", "trace.r1-quarter+mid"} < set(names["t5"])
+    assert names["t5"][:2] == ["bf16", "trace"] and len(set(names["t5"])) == len(names["t5"])
+    assert {"trace.r4-all", "trace.r1-half", "trace.r1-quarter+mid", "trace.c1-all+mid-s2"} < set(names["t5"])
+    assert {arm.plan[0] for arm in arms_of("t5", Base(NVFP4, "r2-all", pulls=False))[1:]} == {"r"}
+    assert [arm.plan for arm in arms_of("t5", BASE, plans=["r3-all"])[1:]] == ["r3-all"]
     assert names["t6"] == ["bf16", "tis_sc", "tis_sc.without-tis", "trace"]
     assert names["t7"] == ["bf16", "qat", "trace"]
     assert names["main"] == names["t1"]
@@ -309,6 +312,60 @@ def test_curves_are_drawn_over_the_seeds_that_all_arms_have(results):
     for run in results.runs["qat"]:
         run.status = "failed"
     assert len(paper_figures._runs(results, arms, arms[0])) == 3
+
+
+def test_every_curve_of_a_figure_has_a_name_and_a_colour_of_its_own(results):
+    tables = {"t5": arms_of("t5", BASE), "t6": arms_of("t6", BASE), "main": arms_of("main", BASE, MAIN_METHODS)}
+    tables["main"].append(parse_arm("icepop:method=trace,correction.name=icepop", BASE))
+    tables["w4a16"] = arms_of("main", BASE, ["bf16", "qat", "qat_w4a16", "quads", "tis_sc", "trace"])
+    for name, arms in tables.items():
+        results.tables, results.members = [name], {name: [arm.name for arm in arms]}
+        results.arms = list({arm.name: arm for arm in [*results.arms, *arms]}.values())
+        for arm in arms:
+            results.runs.setdefault(arm.name, [result(0, 0.5, 1e-2)])
+        drawn = paper_figures._dynamics(results)
+        lines = [line for line in paper_figures._lines(results, drawn, "reward/mean") if not line.faint]
+        assert len(lines) == min(len(arms), 7)
+        for of in ("label", "colour"):
+            assert len({getattr(line, of) for line in lines}) == len(lines), (name, of)
+
+
+def test_arms_without_a_colour_are_named_as_left_out(results):
+    results.tables, results.members = ["t5"], {"t5": [arm.name for arm in arms_of("t5", BASE)]}
+    left = results.members["t5"][7:]
+    assert any(f"left out: {', '.join(left)}." in note for note in draw_all(results)[1])
+
+
+def test_arms_in_bfloat16_do_not_hide_the_others(results):
+    arms = [*arms_of("main", BASE, ["bf16", "qat"]), parse_arm("slow:method=bf16,optimizer.lr=1e-6", BASE)]
+    results.tables, results.members = ["main"], {"main": [arm.name for arm in arms]}
+    results.arms.append(arms[-1])
+    results.runs["slow"] = results.runs["bf16"]
+    assert [arm.name for arm in paper_figures._dynamics(results)] == ["bf16", "qat", "slow"]
+
+
+def test_the_probe_is_of_the_arm_of_the_configuration_and_its_figures_say_so(results):
+    names = [arm.name for arm in results.arms]
+    first = to_probe(results.arms)
+    assert first is not None and first.name == "trace"
+    assert names.index("trace") < names.index("trace@nvfp4-w4a4")
+    other = Base("nvfp4-kv4", "r1-all")
+    arms = [arm for name in ("t3", "t5", "t1") for arm in arms_of(name, other)]
+    chosen = to_probe([*arms_of("t3", BASE)[1:], *arms_of("t1", BASE)])
+    assert chosen is not None and chosen.name == "trace"
+    for given, expected in ((arms, "trace"), (arms_of("t1", other), f"trace@{NVFP4}"), (arms_of("t4", BASE), "trace@mxfp4-w4a8-kv4")):  # fmt: skip  # noqa: E501
+        chosen = to_probe(given)
+        assert chosen is not None and chosen.name == expected
+    assert to_probe(arms_of("main", BASE, ["bf16", "qat"])) is None
+    # An older probe of another arm is not what is drawn.
+    results.runs["trace@nvfp4-w4a4"][0].measure = results.runs["trace"][0].measure
+    results.runs["trace@nvfp4-w4a4"][0].profile = results.runs["trace"][0].profile
+    results.arms.reverse()
+    for build_figure in (paper_figures.codebook_steps, paper_figures.time_split):
+        figure = build_figure(results)
+        assert figure is not None
+        text = " ".join(item.get_text() for item in figure.axes[0].texts)
+        assert "arm trace: NVFP4 W/A + NVFP4 KV, plan r1-all+mid" in text
 
 
 def test_a_long_legend_stays_within_the_picture(results):

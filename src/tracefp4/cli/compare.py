@@ -15,7 +15,7 @@ import typer
 from tracefp4.cli.console import JsonOption, emit, stderr_console
 from tracefp4.cli.jobs import Job, Step, run_jobs
 from tracefp4.errors import ConfigError, suggest
-from tracefp4.report.arms import PLANS, POSTHOC, REFERENCE, Arm, Base, arms_of, parse_arm
+from tracefp4.report.arms import PLANS, POSTHOC, REFERENCE, Arm, Base, arms_of, parse_arm, to_probe
 from tracefp4.report.results import Results, collect, complete, load, run_folder
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ def run(
         str,
         typer.Option(help="Tables of the paper: t1, t3, t4, t5, t6, t7, separated by commas. Default: the methods."),
     ] = "",
-    plans: Annotated[str, typer.Option(help="Plans of table t5, separated by commas.")] = ",".join(PLANS),
+    plans: Annotated[
+        str,
+        typer.Option(help=f"Plans of table t5, separated by commas. Default: the configuration's, {', '.join(PLANS)}."),
+    ] = "",
     arm: Annotated[
         list[str] | None, typer.Option(help="Another arm, NAME:method=...,key=value; may be repeated.")
     ] = None,
@@ -68,9 +71,7 @@ def run(
     members = _members(names, tree, _words(methods), _words(plans), arm or [])
     arms = list({found.name: found for group in members.values() for found in group}.values())
     numbers = _seeds(seeds)
-    _check(config, shared, arms)
-    if against and against not in {found.name for found in arms}:
-        raise ConfigError(f"--against {against!r} names no arm{suggest(against, [found.name for found in arms])}")
+    _check(config, shared, arms, against)
     _claim(target, tree)
     console = stderr_console()
 
@@ -109,7 +110,9 @@ def _members(
     names: Sequence[str], tree: Config, methods: Sequence[str], plans: Sequence[str], own: Sequence[str]
 ) -> dict[str, list[Arm]]:
     """Arms of each table; arms of the user's own are rows of the first."""
-    base = Base(tree.spec, tree.plan)
+    # Training refuses checked plans where the engine serves no pulls, and congruent scales of older weights.
+    pulls = tree.engine == "embedded" and not min(tree.train.lag, tree.train.guided_lag)
+    base = Base(tree.spec, tree.plan, pulls)
     members = {name: arms_of(name, base, methods, plans) for name in names}
     members[names[0]] += [parse_arm(text, base) for text in own]
     for name, group in members.items():
@@ -118,8 +121,10 @@ def _members(
     return members
 
 
-def _check(config: Path, shared: list[str], arms: Sequence[Arm]) -> None:
+def _check(config: Path, shared: list[str], arms: Sequence[Arm], against: str) -> None:
     """Refuse every arm that training would refuse, before anything runs."""
+    if against and against not in {found.name for found in arms}:
+        raise ConfigError(f"--against {against!r} names no arm{suggest(against, [found.name for found in arms])}")
     from tracefp4 import config as settings
     from tracefp4.formats.spec import get_spec
     from tracefp4.methods import get_method
@@ -170,9 +175,9 @@ def _jobs(shared: _Shared, arms: Sequence[Arm], seeds: Sequence[int], tables: Se
 
     One run of trace is probed for figures 6 and 10; those of the reference are quantized for table t7.
     """
-    first = next((arm.name for arm in arms if arm.name.partition("@")[0] == "trace"), None) if probe else None
+    probed = to_probe(arms) if probe else None
     return [
-        shared.job(arm, seed, arm.name == REFERENCE and "t7" in tables, (arm.name, seed) == (first, seeds[0]))
+        shared.job(arm, seed, arm.name == REFERENCE and "t7" in tables, arm == probed and seed == seeds[0])
         for seed in seeds
         for arm in arms
     ]
