@@ -322,6 +322,14 @@ def test_other_settings_refuse_to_resume(make_run: MakeRun) -> None:
             make_run("steps=9", *base, change)
 
 
+def test_a_run_whose_learning_rate_falls_towards_its_end_keeps_its_length(make_run: MakeRun) -> None:
+    base = ("warm_start.steps=0", "eval.items=0", "optimizer.schedule=linear")
+    _train(make_run("steps=2", *base), stop_after=1)
+    assert make_run("steps=2", *base).step == 1
+    with pytest.raises(CheckpointError, match="other settings"):
+        make_run("steps=9", *base)
+
+
 def test_the_time_budget_evaluates_and_stops(make_run: MakeRun) -> None:
     run = make_run("max_minutes=1e-6")
     assert len(_train(run)) == 1

@@ -150,7 +150,12 @@ def check_decoder(plan: Plan, decoder: str) -> None:
 
 
 def config_hash(config: Config) -> str:
-    """Hash of every setting that shapes the numbers of a run; length, folder, tracker, threads and caches do not."""
-    free = dict.fromkeys(("steps", "max_minutes", "output_dir", "tracker", "threads"), True)
+    """Hash of every setting that shapes the numbers of a run; folder, tracker, threads and caches do not.
+
+    Neither does its length, unless the learning rate falls towards it.
+    """
+    free = dict.fromkeys(("max_minutes", "output_dir", "tracker", "threads"), True)
+    if config.optimizer.schedule == "constant":
+        free["steps"] = True
     data = config.model_dump(mode="json", exclude={**free, "train": {"weight_cache"}})
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()
