@@ -29,7 +29,7 @@ with (folder / "metrics.jsonl").open("w") as stream:
 with (folder / "evaluations.jsonl").open("w") as stream:
     for step, share in ((0, 0.0), (3, score)):
         stream.write(json.dumps({"step": step, "eval/scores": [float(i < 40 * share) for i in range(40)]}) + "\\n")
-(folder / "summary.json").write_text(json.dumps({"warm_start": "w"}))
+(folder / "summary.json").write_text(json.dumps({"warm_start": "w", "warm_start_seconds": 1000.0}))
 (folder / "checkpoints").mkdir(exist_ok=True)
 print(json.dumps({"steps": 3, "interrupted": False}))
 """
@@ -63,6 +63,7 @@ def test_runs_tables_and_page(fake: Path, config: Path, capsys: pytest.CaptureFi
     assert names >= {"config.toml", "results.json", "index.html", "tables.md", "main.csv", "fig8.png", "runs"}
     found = load(fake / "c" / "results.json")
     assert [run.seed for run in found.runs["trace"]] == [0, 1]
+    assert {run.seconds for run in found.runs["trace"]} == {0}, "the shared warm start is no part of a run"
     command = found.runs["qat"][1].command
     assert command.startswith(f"tracefp4 train {config} --set method=qat --set seed=1 --set output_dir=")
     assert not list((fake / "c").rglob("checkpoints")), "weights of finished runs are removed"

@@ -313,6 +313,15 @@ def test_a_stop_without_a_checkpoint_is_said(make_run: MakeRun) -> None:
     assert not (run.folder / "checkpoints").exists()
 
 
+def test_a_resumed_run_began_from_the_start_of_its_checkpoint(make_run: MakeRun) -> None:
+    """Not from what the same settings make on the machine that it goes on with."""
+    base = ("warm_start.steps=0", "eval.items=0")
+    run = make_run("steps=1", *base)
+    run.start = dataclasses.replace(run.start, name="elsewhere")
+    _train(run)
+    assert make_run("steps=2", *base).start.name == "elsewhere"
+
+
 def test_other_settings_refuse_to_resume(make_run: MakeRun) -> None:
     base = ("warm_start.steps=0", "eval.items=0")
     _train(make_run("steps=1", *base))

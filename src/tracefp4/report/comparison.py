@@ -171,7 +171,7 @@ def gaps(results: Results) -> list[str]:
 
 def _commands(results: Results) -> str:
     rows = [
-        [name, str(run.seed), run.status, f"{run.seconds / 60:.1f}", run.warm_start[:12], run.command]
+        [name, str(run.seed), run.status, f"{run.seconds / 60:.1f}", run.warm_start, run.command]
         for name, runs in results.runs.items()
         for run in runs
         if run.status != "missing"

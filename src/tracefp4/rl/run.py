@@ -54,7 +54,7 @@ from tracefp4.rl.setup import check_ranks, check_training, config_hash, resolve_
 from tracefp4.rl.sft_data import check_targets, gold_pairs
 from tracefp4.rl.tasks import make_task
 from tracefp4.rl.update import GuidanceSource, Updater
-from tracefp4.rl.warm_start import warm_start
+from tracefp4.rl.warm_start import WarmStart, warm_start
 from tracefp4.rollout.registry import make_engine
 from tracefp4.training import checkpoint
 from tracefp4.training.checkpoint import Saved, TrainState
@@ -103,7 +103,7 @@ class Run:
         self.tokenizer: Any = loaded.tokenizer
         self.prompter = Prompter(self.tokenizer, config.task)
         with ranks.first_before_others():
-            self.warm_start_hash = self._warm_start(warm_progress)
+            self.start = self._warm_start(warm_progress)
         if self.source.get("upcycling") and config.warm_start.steps:
             found = check_routers(self.model, self.task, self.prompter, (config.seed, "routers"))
             note(f"routers: {found}")
@@ -112,7 +112,7 @@ class Run:
         """Batches that wait to be trained on: ``train.lag`` of them."""
         self._build(checkpoint.newest(self.folder / "checkpoints", self._identity()))
 
-    def _warm_start(self, progress: Callable[[int, float], None] | None) -> str:
+    def _warm_start(self, progress: Callable[[int, float], None] | None) -> WarmStart:
         config = self.config
         if config.warm_start.steps:
             check_targets(self.task, seed=(config.seed, "check-targets"))
@@ -381,7 +381,7 @@ class Run:
     def save(self) -> Path:
         """Write a checkpoint of the current step; the first rank writes, the others hand it their shards."""
         plan = "" if self.plan is None else str(self.plan)
-        state = TrainState(self.step, self.version, self.optimizer.steps, self._identity(), plan)
+        state = TrainState(self.step, self.version, self.optimizer.steps, self._identity(), plan, self.start.name)
         root, model, optimizer = self.folder / "checkpoints", weights(self.model), self.optimizer.state()
         if not self.ranks.first:
             checkpoint.attend(model, optimizer)
@@ -391,9 +391,10 @@ class Run:
         return folder
 
     def _resume(self, saved: Saved) -> None:
+        self.start = self.start.of(saved.state.warm_start, needed=self.config.loss.kl > 0)
         self.optimizer.load(saved.optimizer, saved.state.optimizer_steps)
         self.step, self.version = saved.state.step, saved.state.weight_version
         self.note(f"resumed from {saved.folder}")
 
     def _identity(self) -> str:
-        return f"{config_hash(self.config)}-{self.warm_start_hash}"
+        return f"{config_hash(self.config)}-{self.start.inputs}"

@@ -154,8 +154,7 @@ def config_hash(config: Config) -> str:
 
     Neither does its length, unless the learning rate falls towards it.
     """
-    free = dict.fromkeys(("max_minutes", "output_dir", "tracker", "threads"), True)
-    if config.optimizer.schedule == "constant":
-        free["steps"] = True
+    length = ("steps",) if config.optimizer.schedule == "constant" else ()
+    free = dict.fromkeys((*length, "max_minutes", "output_dir", "tracker", "threads"), True)
     data = config.model_dump(mode="json", exclude={**free, "train": {"weight_cache"}})
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()
