@@ -41,6 +41,7 @@ TRAINED = {
     "entropy",
     "mismatch_kl/mean",
     "mismatch_kl/max",
+    "mismatch_kl/from_0",
     "logprob_diff/min",
     "logprob_diff/max",
     "logprob_diff/mean_abs",
@@ -52,6 +53,7 @@ TRAINED = {
 GUIDED = {
     "mismatch_kl_unguided/mean",
     "mismatch_kl_unguided/max",
+    "mismatch_kl_unguided/from_0",
     "guidance/coverage",
     "guidance/bits_per_value",
     "guidance/bytes_per_token",
@@ -104,6 +106,8 @@ def test_every_method_runs_and_records_what_the_design_names(make_run: MakeRun, 
         assert metrics.keys() >= TRAINED
         assert (metrics.keys() >= GUIDED) == (method == "trace")
         assert metrics["grad_norm"] > 0
+        # Responses of four tokens are all in the first bucket.
+        assert metrics["mismatch_kl/from_0"] == pytest.approx(metrics["mismatch_kl/mean"])
     assert all(math.isfinite(v) for m in steps for v in m.values())
     assert [m["weight_version"] for m in steps] == [1, 2]
     evaluations = [line for line in _lines(run) if "eval/chain_sum/pass@1" in line]
