@@ -242,8 +242,9 @@ class Config(_Table):
     numerics: str = "nvfp4-te"
     """Named arithmetic of the FP4 formats."""
     plan: str = "r1-all+mid"
-    """Which quantization outcomes of the rollout guide the trainer: ``r1-...`` records bits of the codes, ``c1-...`` their
-    checks, and pulls bits where one fails (engine ``embedded``); ``auto:<bytes a token>`` chooses by measurement."""
+    """Which quantization outcomes of the rollout guide the trainer: ``r1-...`` records bits of the codes, ``c1-...``
+    their checks, and pulls bits where one fails (engine ``embedded``); ``auto:<bytes a token>`` chooses by
+    measurement."""
     decoder: Literal["bracket", "nearest", "map", "replay"] = "bracket"
     """How guided rounding reads the recorded bits."""
     engine: str = "embedded"

@@ -30,6 +30,7 @@ with (folder / "evaluations.jsonl").open("w") as stream:
     for step, share in ((0, 0.0), (3, score)):
         stream.write(json.dumps({"step": step, "eval/scores": [float(i < 40 * share) for i in range(40)]}) + "\\n")
 (folder / "summary.json").write_text(json.dumps({"warm_start": "w", "warm_start_seconds": 1000.0}))
+(folder / "samples.jsonl").write_text(json.dumps({"step": 0, "prompt": "2+2=", "response": "4", "reward": 1.0}) + "\\n")
 (folder / "checkpoints").mkdir(exist_ok=True)
 print(json.dumps({"steps": 3, "interrupted": False}))
 """
@@ -104,6 +105,14 @@ def test_runs_from_elsewhere_fill_in_what_is_missing(
     assert shown["done"] == 3
     assert load(fake / "here" / "results.json").runs["qat"][0].status == "done"
     assert _compare(config, fake / "here", "--no-run", "--also", str(fake / "nowhere.json")) == 2
+
+
+def test_the_arm_of_the_configuration_is_probed_whatever_the_order_of_tables(fake: Path, config: Path) -> None:
+    words = ["compare", str(config), "--out", str(fake / "c"), "--tables", "t4,main", "--methods", "bf16,trace"]
+    assert main.run([*words, "--json"]) == 1, "what measures needs a model, which these runs do not leave"
+    runs = load(fake / "c" / "results.json").runs
+    kept = [name for name, (run,) in runs.items() if "train.save_final=true" in run.command]
+    assert kept == ["trace"] and [*runs].index("trace@mxfp4-w4a8-kv4") < [*runs].index("trace")
 
 
 def test_a_run_that_dies_loses_nothing_but_itself(fake: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,6 +157,8 @@ def test_only_common_seeds_are_paired(results):
     assert (row.seeds, row.failed) == (2, 1)
     only = np.mean(results.runs["qat"][1].last.scores) - np.mean(results.runs["bf16"][1].last.scores)
     assert row.difference == pytest.approx(100 * only)
+    assert (row.difference_seeds, cells(row)[6]) == (1, f"{row.difference:+.1f} (1 of 2 seeds)")
+    assert any("qat" in line and ", 1 seed." in line for line in verdict(results))
     notes = gaps(results)
     assert "qat, seed 2: failed. out of memory" in notes and "bf16: not run yet with seed 0." in notes
 

@@ -201,7 +201,7 @@ def _excludes_zero(interval: tuple[float | None, float | None]) -> bool:
 def _difference(row: Row) -> str:
     low, high = row.difference_interval
     where = "" if low is None or high is None else f", 95 % interval {low:+.1f} to {high:+.1f}"
-    return f"{row.difference:+.1f} points{where}, {row.seeds} seed{'s' if row.seeds > 1 else ''}"
+    return f"{row.difference:+.1f} points{where}, {row.difference_seeds} seed{'s' if row.difference_seeds > 1 else ''}"
 
 
 def _half(row: Row) -> float | None:

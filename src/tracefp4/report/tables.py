@@ -41,9 +41,12 @@ class Row:
     difference: float | None
     """To the reference; ``None`` for the reference itself."""
     difference_interval: tuple[float | None, float | None]
+    difference_seeds: int
+    """Seeds that both have, over which the difference is taken."""
     against: float | None
     """Difference to the arm that was named for it; ``None`` for that arm."""
     against_interval: tuple[float | None, float | None]
+    against_seeds: int
     step: str
     """Evaluation that counts: the last step, or the best."""
     k3: float | None
@@ -152,8 +155,10 @@ def _row(
         interval=(None, None) if own is None else (own.low, own.high),
         difference=None if difference is None else difference.estimate,
         difference_interval=(None, None) if difference is None else (difference.low, difference.high),
+        difference_seeds=0 if difference is None else len(_common(results, scores, REFERENCE)),
         against=None if second is None else second.estimate,
         against_interval=(None, None) if second is None else (second.low, second.high),
+        against_seeds=0 if second is None else len(_common(results, scores, against)),
         step=step,
         k3=_metric(runs, "mismatch_kl/mean"),
         largest=largest(runs),
@@ -186,20 +191,23 @@ def paired(results: Results, arm: Arm, scores: dict[int, list[float]], other: st
         return None
     mine = {run.seed: run for run in results.runs[arm.name]}
     table = []
-    for run in results.done(other):
-        if run.seed not in scores or run.last is None:
-            continue
+    for run in _common(results, scores, other):
         theirs, ours = run.warm_start, mine[run.seed].warm_start
         if theirs != ours:
             raise ConfigError(
                 f"arms {arm.name!r} and {other!r} cannot be paired: with seed {run.seed} the warm starts are "
                 f"{ours or 'unknown'} and {theirs or 'unknown'}; run both from one configuration on one kind of device"
             )
-        values, base = scores[run.seed], run.last.scores
+        values, base = scores[run.seed], run.last.scores if run.last is not None else []
         if len(values) != len(base):
             raise ConfigError(f"arm {arm.name!r} was evaluated on {len(values)} items, {other!r} on {len(base)}")
         table.append([a - b for a, b in zip(values, base, strict=True)])
     return _points(crossed_bootstrap(table)) if table else None
+
+
+def _common(results: Results, scores: dict[int, list[float]], other: str) -> list[RunResult]:
+    """Finished runs of ``other`` with the seeds that were scored."""
+    return [run for run in results.done(other) if run.seed in scores]
 
 
 def worst_window(run: RunResult, window: int = WINDOW) -> float:
@@ -230,8 +238,8 @@ def cells(row: Row) -> list[str]:
         _number(row.score, 1),
         _number(row.error, 1),
         _range(row.interval),
-        *("" if row.difference is None else f"{row.difference:+.1f}", _range(row.difference_interval)),
-        *("" if row.against is None else f"{row.against:+.1f}", _range(row.against_interval)),
+        *(_signed(row.difference, row.difference_seeds, row.seeds), _range(row.difference_interval)),
+        *(_signed(row.against, row.against_seeds, row.seeds), _range(row.against_interval)),
         row.step,
         _number(row.k3, None),
         _number(row.largest, 2),
@@ -294,6 +302,12 @@ def _number(value: float | None, digits: int | None) -> str:
     if value is None:
         return ""
     return f"{value:.1e}" if digits is None else f"{value:,.{digits}f}".replace(",", " ")
+
+
+def _signed(difference: float | None, common: int, seeds: int) -> str:
+    """A difference, and of how many seeds it is where it is not of all that the row has."""
+    where = f" ({common} of {seeds} seeds)" if common != seeds else ""
+    return "" if difference is None else f"{difference:+.1f}{where}"
 
 
 def _range(interval: tuple[float | None, float | None]) -> str:
