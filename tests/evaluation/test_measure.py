@@ -15,6 +15,7 @@ from tracefp4.evaluation.gap import Scored
 from tracefp4.evaluation.measure import DEFAULT_ROWS, Gauge, MeasureSettings, measure
 from tracefp4.evaluation.rows import Measurement, Row, gap_row
 from tracefp4.formats.spec import get_spec
+from tracefp4.guidance.auto import LARGEST
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.sizes import bytes_per_token
 from tracefp4.models.layout import describe
@@ -226,3 +227,16 @@ def test_a_plan_is_chosen_on_other_prompts_and_keeps_its_bytes() -> None:
     assert row.bytes_per_token is not None and 0 < row.bytes_per_token <= 120
     assert row.plan is not None and any(f"auto:120: plan {row.plan}, " in text for text in notes)
     assert found.tokens <= 2 * small.max_new_tokens
+
+
+def test_bits_stay_with_the_engine_where_everything_would_not_fit() -> None:
+    gauge = Gauge(tiny_model("qwen3_moe"), get_spec("nvfp4-w4a4-kv4"))
+    everything = bytes_per_token(LARGEST, gauge.shapes, gauge.layout.num_layers)
+    small = replace(
+        SMALL, plans=(f"auto:{int(0.8 * everything)}", str(LARGEST)), prompts=3, samples=1, own_routes=False
+    )
+    found = measure(small, lambda _: None)
+    chosen, whole = [row for row in found.rows if row.name == "guided"]
+    assert chosen.plan is not None and Plan.parse(chosen.plan).checked
+    assert chosen.bytes_per_token is not None and chosen.bytes_per_token <= 0.8 * everything
+    assert chosen.mean_abs <= 1.5 * whole.mean_abs + 1e-4

@@ -12,8 +12,10 @@ from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.frame import decode
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
+from tracefp4.models import packing, repeated
 from tracefp4.models.layout import describe
-from tracefp4.models.packing import model_digest
+from tracefp4.models.packing import Digest, model_digest
+from tracefp4.rollout import sync
 from tracefp4.rollout.embedded import EmbeddedEngine
 
 
@@ -171,6 +173,46 @@ def test_packed_weights_are_served_and_proved(device):
     assert torch.equal(engine._weights.packed(names[0]).codes, codes)
     with pytest.raises(SyncError, match="no quantized weight"):
         engine._weights.packed("lm_head.weight")
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvfp4-w4a4-kv4"])
+@pytest.mark.usefixtures("plain_rounding")
+def test_syncs_that_are_repeated_prove_what_they_put_in_place(name, device, monkeypatch, rerun):
+    """From the third sync from the same tensors and the second checksum on, they are those of graphs."""
+    replays = []
+
+    def counting():
+        def counted(replay):
+            return lambda: (replays.append(1), replay())[1]
+
+        return lambda bodies: [(results, counted(replay)) for results, replay in rerun(bodies)]
+
+    if device.type == "cpu":
+        monkeypatch.setattr(repeated, "cuda_graphs", counting)
+        for module in (packing, sync):
+            monkeypatch.setattr(module, "addresses", lambda tensors: tuple(t.data_ptr() for t in tensors))
+    spec = get_spec(name)
+    engine, _ = build(device, spec)
+    trainer, digest = make_model(seed=2).to(device), Digest()
+    layout, seen = describe(trainer), set()
+    for version in range(1, 6):
+        with torch.no_grad():
+            for parameter in trainer.parameters():
+                parameter.mul_(1.0 + 1.0 / version)
+        found = engine.sync(dict(trainer.named_parameters()), version)
+        assert found == model_digest(trainer, layout, spec.weights, digest=digest)
+        assert found == model_digest(trainer, layout, spec.weights) == engine.digest()
+        seen.add(found)
+    assert len(seen) == 5
+    fresh, _ = build(device, spec, seed=2)
+    fresh.sync({n: p.detach().clone() for n, p in trainer.named_parameters()}, 1)
+    kept = engine._weights._kernel_weights
+    for key, weight in fresh._weights._kernel_weights.items():
+        for part in ("values", "scales", "alpha"):
+            one, other = getattr(weight, part), getattr(kept[key], part)
+            assert one is None or torch.equal(one, other)
+    assert device.type != "cpu" or len(replays) >= 3
+    assert engine._weights._loads.failure is None and engine._weights._digest._repeated.failure is None
 
 
 @pytest.mark.usefixtures("plain_rounding")

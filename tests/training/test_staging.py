@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.errors import GuidanceMismatch
-from tracefp4.guidance.frame import decode, encode
-from tracefp4.guidance.record import Record, SiteRecord, token_hash
+from tracefp4.guidance.frame import Expectation, decode, encode
+from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.record import Record, SiteRecord, restrict, token_hash
+from tracefp4.kernels import stack as kernel
+from tracefp4.kernels.runtime import interpreted
 from tracefp4.training.staging import stack_sites
 
 SHAPES = [
@@ -20,16 +24,16 @@ SHAPES = [
 ]
 
 
-def record_of(rows: int, scale_bits: int, seed: int) -> Record:
+def record_of(rows: int, scale_bits: int, seed: int, bits: int = 1) -> Record:
     g = torch.Generator().manual_seed(seed)
     sites = {}
     for shape in SHAPES:
         codes = torch.randint(0, 16, (rows, shape.vectors, shape.width), dtype=torch.uint8, generator=g)
         scales = torch.randint(1, 126, (rows, shape.vectors, shape.width // 16), dtype=torch.uint8, generator=g)
         wide = torch.rand(rows, shape.vectors, generator=g) if shape.token_scale else None
-        sites[shape.site] = SiteRecord.pack(shape, codes, scales, wide, 1, scale_bits)
+        sites[shape.site] = SiteRecord.pack(shape, codes, scales, wide, bits, scale_bits)
     valid = torch.ones(rows, dtype=torch.bool)
-    return Record("r1-all", token_hash(range(rows + 1)), "n", 0, rows, valid, sites)
+    return Record(f"r{bits}-all", token_hash(range(rows + 1)), "n", 0, rows, valid, sites)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -77,6 +81,38 @@ def test_frames_that_were_read_without_knowing_their_sites_go_together() -> None
     found = stack_sites(read, read[0], 20, torch.device("cpu"))
     for site, batch in found.items():
         assert torch.equal(batch.planes.unflatten(0, (2, 20))[1], read[1].sites[site].planes)
+
+
+@pytest.mark.parametrize("plan", ["r1-all", "r4-all/s3", "c1-all/s2"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_frames_are_taken_apart_on_the_device(device: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes as host copies, padding included."""
+    launches: list[int] = []
+    monkeypatch.setattr(kernel, "stack", lambda *args, own=kernel.stack: launches.append(1) or own(*args))
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    chosen = Plan.parse(plan, num_layers=2)
+    lengths, shapes = (21, 64, 1, 40), tuple(chosen.select(SHAPES, 2))
+    records: list[Record | None] = []
+    for rows in lengths:
+        whole = record_of(rows, 8, rows, bits=4)
+        frame = encode(restrict(whole, chosen, SHAPES, 2))
+        memory = torch.empty(len(frame), dtype=torch.uint8, pin_memory=device == "cuda")
+        memory.copy_(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
+        records.append(decode(memory.numpy().data, Expectation(shapes=shapes)))
+    records.insert(2, None)
+    like = records[0]
+    assert like is not None
+    expected = stack_sites(records, like, 64, torch.device("cpu"))
+    place = torch.device(device)
+    with interpreted() if device == "cpu" else nullcontext():
+        found = stack_sites(records, like, 64, place)
+    assert list(found) == list(expected) and launches == [1]
+    for site, part in expected.items():
+        for name in ("planes", "scales", "global_scale", "checks", "code_checks"):
+            one, other = getattr(part, name), getattr(found[site], name)
+            assert (one is None) == (other is None)
+            assert one is None or (other.device.type == device and torch.equal(other.cpu(), one)), (site, name)
 
 
 def test_records_of_other_sites_are_refused() -> None:

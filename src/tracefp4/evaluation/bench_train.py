@@ -32,6 +32,8 @@ from tracefp4.evaluation.bench_shapes import random_model
 from tracefp4.formats.blocks import Quantized
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import get_spec
+from tracefp4.guidance.blocks import BLOCKS
+from tracefp4.guidance.frame import Expectation, decode, encode
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
 from tracefp4.guidance.runs import SiteRuns
 from tracefp4.models.binding import bound
@@ -169,7 +171,7 @@ class Case:
                     with sites.batch(batch, observer=recorder):
                         score_tokens(self.model, batch)
                     valid = torch.ones(example.rows, dtype=torch.bool)
-                    example.record = Record(
+                    record = Record(
                         "r1-all+mid",
                         token_hash(example.tokens),
                         spec.hash,
@@ -178,6 +180,15 @@ class Case:
                         valid,
                         SiteRuns.of(recorder.sites),
                     )
+                    example.record = self._through_a_frame(record)
+
+    @staticmethod
+    def _through_a_frame(record: Record) -> Record:
+        """As a trainer has it: decoded, in the memory of frames."""
+        frame = encode(record)
+        memory = BLOCKS.take(len(frame))
+        memory[:] = frame
+        return decode(memory.toreadonly(), Expectation(shapes=tuple(part.shape for part in record.sites.values())))
 
     @contextmanager
     def step(self, arm: Arm) -> Iterator[Callable[[], None]]:

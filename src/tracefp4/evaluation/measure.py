@@ -142,7 +142,7 @@ class Gauge:
             size=size,
         )
 
-    def choose(self, rollouts: Sequence[Rollout], truth: Sequence[Record], budget: int) -> Choice:
+    def choose(self, rollouts: Sequence[Rollout], truth: Sequence[Record], budget: int, pulls: bool) -> Choice:
         """Choose a plan of at most ``budget`` bytes a token on some rollouts (:mod:`tracefp4.rl.plans`)."""
         sites = TrainerSites(self.layout, self.spec, "bracket", self._operands(self.spec))
         with bound(self.model, sites):
@@ -155,6 +155,7 @@ class Gauge:
                 budget,
                 temperature=self._temperature,
                 micro_tokens=self._micro_tokens,
+                pulls=pulls,
             )
 
     def _operands(self, spec: Spec) -> WeightOperands:
@@ -258,7 +259,7 @@ def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: Non
     gauge.unguided(rollouts, truth)
     for plan, decoder in plans:
         if isinstance(plan, int):
-            choice = gauge.choose(*others, plan)
+            choice = gauge.choose(*others, plan, wanted.engine == "embedded")
             note(f"auto:{plan}: {choice}")
             plan = choice.plan
         gauge.guided(rollouts, truth, plan, decoder)

@@ -32,7 +32,7 @@ from tracefp4.guidance.header import LIMITS, Header, frame_size, open_frame, sea
 from tracefp4.guidance.layout import Layout, RouteShape, copy_rows, layout_of, table_of
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
-from tracefp4.guidance.runs import SiteRuns
+from tracefp4.guidance.runs import Body, SiteRuns
 from tracefp4.guidance.sheaf import Sheaf
 from tracefp4.guidance.sizes import account, bytes_per_token, sizes
 from tracefp4.guidance.store import Pending
@@ -349,7 +349,7 @@ def _read_sites(frame: Tensor, layout: Layout, start: int, label: str) -> SiteRu
     """Views of every site."""
     bits, table = layout.plan.scale_bits, layout.table
     parts = tuple(layout.parts(frame, start, run) for run in table.runs)
-    sites = SiteRuns(table, parts, bits)
+    sites = SiteRuns(table, parts, bits, Body(frame, layout, start))
     shapes = [table.shapes[run.sites[0]] for run in table.runs]
     clean = all(clean_padding(p.scales, bits, s.width // s.block) for s, p in zip(shapes, parts, strict=True))
     for site, part in () if clean else sites.items():

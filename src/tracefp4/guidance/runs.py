@@ -9,14 +9,24 @@ these; what asks for a site gets views of them, made when it asks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from tracefp4.core import Site
-from tracefp4.guidance.layout import Parts, SiteTable, table_of
+from tracefp4.guidance.layout import Layout, Parts, SiteTable, table_of
 from tracefp4.guidance.record import SiteRecord
+
+
+class Body(NamedTuple):
+    """The frame that runs are views of."""
+
+    frame: Tensor
+    """uint8, all of it, on the host."""
+    layout: Layout
+    start: int
+    """Where its body starts."""
 
 
 class SiteRuns(Mapping[Site, SiteRecord]):
@@ -26,10 +36,11 @@ class SiteRuns(Mapping[Site, SiteRecord]):
         table: which sites, and how they repeat.
         parts: the tensors of each run of the table.
         scale_bits: bits of each block scale: 8, 3 or 2.
+        body: the frame that the tensors share their memory with, if there is one.
     """
 
-    def __init__(self, table: SiteTable, parts: tuple[Parts, ...], scale_bits: int) -> None:
-        self.table, self.parts, self.scale_bits = table, parts, scale_bits
+    def __init__(self, table: SiteTable, parts: tuple[Parts, ...], scale_bits: int, body: Body | None = None) -> None:
+        self.table, self.parts, self.scale_bits, self.body = table, parts, scale_bits, body
         self._made: dict[Site, SiteRecord] | None = None
 
     @classmethod

@@ -14,5 +14,6 @@ machine without Triton loses speed and nothing else.
 ``planes``     bit planes to bytes and back
 ``convolution``, ``delta_rule``  a step of a gated delta net in the rows of its states
 ``fingerprint``  weighted sums of words modulo 2^64
+``stack``      frames of several sequences to the tensors of a batch
 ``token_scores``  log-probabilities and entropies of a training step, and their gradient
 """

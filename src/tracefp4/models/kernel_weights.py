@@ -106,6 +106,17 @@ def set_aside(packed: PackedWeight) -> Aside:
     return Aside(packed.scales if packed.numerics.scale_format == "e8m0" else None, packed.global_scale)
 
 
+def put_aside(asides: dict[str, Aside], name: str, packed: PackedWeight) -> None:
+    """:func:`set_aside` under ``name``, in the memory of its predecessor."""
+    new, old = set_aside(packed), asides.get(name)
+    if old is None:
+        asides[name] = new
+        return
+    for target, source in zip(old, new, strict=True):
+        if target is not None and source is not None:
+            target.copy_(source)
+
+
 def packed_again(weight: ExpertWeight, aside: Aside, numerics: Numerics) -> PackedWeight:
     """The packed weight from which :func:`arrange` made ``weight``, bit for bit.
 
@@ -123,10 +134,11 @@ def packed_again(weight: ExpertWeight, aside: Aside, numerics: Numerics) -> Pack
     codes = torch.empty(experts, weight.out, weight.inner // 2, dtype=torch.uint8, device=weight.values.device)
     for group in _groups(experts, weight.out * weight.inner):
         codes[group] = words.to_packed(weight.values[group].transpose(1, 2).flatten(2))
-    scales = aside.scales
+    # In memory of its own: what is set aside is written again by the next sync.
+    scales, global_scale = (None if part is None else part.clone() for part in aside)
     if scales is None:
         scales = words.restore(weight.scales.transpose(1, 2).reshape(experts, weight.out, -1))
-    return PackedWeight(codes, scales, aside.global_scale, numerics)
+    return PackedWeight(codes, scales, global_scale, numerics)
 
 
 def put_arranged(weights: dict[tuple[int, str], ExpertWeight], key: tuple[int, str], packed: PackedWeight) -> None:

@@ -7,7 +7,7 @@ the model: quantized ones as packed codes, block scales and global scales, all o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.packed import Packed, quantize_packed
 from tracefp4.models.fingerprint import fingerprint
 from tracefp4.models.layout import ModelLayout
+from tracefp4.models.repeated import Repeated, addresses
 from tracefp4.models.sites import Operand
 
 
@@ -171,17 +172,38 @@ def digest(parts: Mapping[str, Iterable[Tensor]]) -> str:
     Args:
         parts: for each parameter name the tensors that stand for it: packed parts, or the plain tensor alone.
     """
-    names, numbers = [], []
-    for name in sorted(parts):
-        for tensor in parts[name]:
-            names.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}")
-            numbers.append(fingerprint(tensor))
-    devices = {number.device for number in numbers}
-    found = {device: torch.stack([n for n in numbers if n.device == device]).tolist() for device in devices}
-    state = xxhash.xxh3_128()
-    for name, number in zip(names, numbers, strict=True):
-        state.update(f"{name} {found[number.device].pop(0)}\n".encode())
-    return state.hexdigest()
+    return Digest().of(lambda: parts)
+
+
+class Digest:
+    """:func:`digest` of tensors that mostly stay where they are, taken again and again."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._repeated = Repeated()
+
+    def of(self, parts: Callable[[], Mapping[str, Iterable[Tensor]]], key: tuple[int, ...] | None = None) -> str:
+        """The checksum of ``parts()``.
+
+        Args:
+            parts: makes them, of tensors at the addresses ``key``.
+            key: ``None`` where they are new each time, or lie on several devices.
+        """
+        numbers = self._repeated.run(key, lambda: self._fingerprints(parts()))
+        devices = {number.device for number in numbers}
+        found = {device: torch.stack([n for n in numbers if n.device == device]).tolist() for device in devices}
+        state = xxhash.xxh3_128()
+        for name, number in zip(self._names, numbers, strict=True):
+            state.update(f"{name} {found[number.device].pop(0)}\n".encode())
+        return state.hexdigest()
+
+    def _fingerprints(self, parts: Mapping[str, Iterable[Tensor]]) -> list[Tensor]:
+        self._names, numbers = [], []
+        for name in sorted(parts):
+            for tensor in parts[name]:
+                self._names.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}")
+                numbers.append(fingerprint(tensor))
+        return numbers
 
 
 class PackedState(Mapping[str, "Tensor | PackedWeight"]):
@@ -222,6 +244,7 @@ def model_digest(
     layout: ModelLayout,
     numerics: Numerics | None,
     weights: Mapping[str, Tensor | PackedWeight] | None = None,
+    digest: Digest | None = None,
 ) -> str:
     """Checksum of a model as it is deployed with ``numerics`` for its expert weights (``None``: unquantized).
 
@@ -232,6 +255,7 @@ def model_digest(
         layout: of the model.
         numerics: of expert weights.
         weights: the parameters by name, where the model's own are sharded or packed already.
+        digest: what took it before.
     """
     known: Mapping[str, Tensor | PackedWeight] = dict(model.named_parameters()) if weights is None else weights
     experts = {name: transposed for name, _, transposed in expert_weights(model, layout)} if numerics else {}
@@ -245,4 +269,6 @@ def model_digest(
         else:
             yield from pack_weight(weight, numerics, transposed=experts[name]).parts()
 
-    return digest({name: parts(name) for name in known})
+    # Those of a sharded or packed model are made when they are asked for.
+    stay = addresses(weight for weight in known.values() if isinstance(weight, Tensor)) if type(known) is dict else None
+    return (digest or Digest()).of(lambda: {name: parts(name) for name in known}, stay)

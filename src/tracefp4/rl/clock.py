@@ -1,4 +1,4 @@
-"""Wall time of the parts of a step."""
+"""Wall time of the parts of a step, and the memory that it took."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ class Clock:
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """``time/<name>_s`` of each part, and ``time/step_s`` since the clock was made."""
-        parts = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
-        return parts | {"time/step_s": time.perf_counter() - self._start}
+        """``time/<name>_s`` of each part, and ``time/step_s`` since the clock was made.
+
+        On a GPU also the most bytes that this process had in use and had taken from the device, in GiB: they say how
+        many runs one GPU has room for.
+        """
+        found = {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+        found["time/step_s"] = time.perf_counter() - self._start
+        if torch.cuda.is_available():
+            found["memory/max_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            found["memory/max_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        return found

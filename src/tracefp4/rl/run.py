@@ -40,7 +40,7 @@ from tracefp4.models.coverage import Coverage, coverage, probe
 from tracefp4.models.directory import cache_dir
 from tracefp4.models.layout import describe
 from tracefp4.models.loading import load_model
-from tracefp4.models.packing import model_digest
+from tracefp4.models.packing import Digest, model_digest
 from tracefp4.rl.clock import Clock
 from tracefp4.rl.collect import Experience, digest_experience, guidance_size, make_requests, sampling_params, score
 from tracefp4.rl.description import describe_run
@@ -57,7 +57,6 @@ from tracefp4.rl.update import GuidanceSource, Updater
 from tracefp4.rl.warm_start import WarmStart, warm_start
 from tracefp4.rollout.registry import make_engine
 from tracefp4.training import checkpoint
-from tracefp4.training.checkpoint import Saved, TrainState
 from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import recompute_layers
 from tracefp4.training.ranks import ALONE, Ranks
@@ -133,9 +132,9 @@ class Run:
             progress=progress,
         )
 
-    def _build(self, saved: Saved | None) -> None:
+    def _build(self, saved: checkpoint.Saved | None) -> None:
         config = self.config
-        self.store = LateStore(MemoryStore())
+        self.store, self._digest = LateStore(MemoryStore()), Digest()
         self.layout = describe(self.model)
         self.shapes = self.layout.recordable_shapes(self.trainer_spec)
         self.budget = budget_of(config.plan) if self.method.guided else None
@@ -323,6 +322,7 @@ class Run:
         choice = choose_measured(
             self.model, self.sites, self.shapes, rollouts, load(examples), self.budget,
             temperature=self.config.sampling.temperature, micro_tokens=self.config.train.micro_tokens,
+            pulls=self.config.engine == "embedded",
         )  # fmt: skip
         self.note(f"step {self.step}: {choice}")
         return choice.plan
@@ -342,7 +342,7 @@ class Run:
         numerics = self.rollout_spec.weights
         state = sent_weights(self.config, self.model, self.layout, numerics)
         digest = self.engine.sync(state, self.version)
-        mine = model_digest(self.model, self.layout, numerics, state)
+        mine = model_digest(self.model, self.layout, numerics, state, self._digest)
         if digest != mine:
             raise SyncError(f"weights differ after sync {self.version}: engine {digest}, trainer {mine}")
 
@@ -380,8 +380,8 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint of the current step; the first rank writes, the others hand it their shards."""
-        plan = "" if self.plan is None else str(self.plan)
-        state = TrainState(self.step, self.version, self.optimizer.steps, self._identity(), plan, self.start.name)
+        plan, start = "" if self.plan is None else str(self.plan), self.start.name
+        state = checkpoint.TrainState(self.step, self.version, self.optimizer.steps, self._identity(), plan, start)
         root, model, optimizer = self.folder / "checkpoints", weights(self.model), self.optimizer.state()
         if not self.ranks.first:
             checkpoint.attend(model, optimizer)
@@ -390,7 +390,7 @@ class Run:
         self.note(f"checkpoint {folder}")
         return folder
 
-    def _resume(self, saved: Saved) -> None:
+    def _resume(self, saved: checkpoint.Saved) -> None:
         self.start = self.start.of(saved.state.warm_start, needed=self.config.loss.kl > 0)
         self.optimizer.load(saved.optimizer, saved.state.optimizer_steps)
         self.step, self.version = saved.state.step, saved.state.weight_version

@@ -74,14 +74,20 @@ class DecodeGraphs:
         Returns:
             What the step returns, cut to ``rows``; buffers that the next replay overwrites.
         """
-        batch, width = self.padded(len(rows)), self._padded_width(width)
+        return self.replay(len(rows), width, truncate, top, lambda b, w: self._inputs.fill(rows, b, w, before))
+
+    def replay(
+        self, rows: int, width: int, truncate: bool, top: int, fill: Callable[[int, int], object]
+    ) -> tuple[Tensor, ...]:
+        """As :meth:`run`, for ``rows`` sequences of which ``fill`` fills the buffers, for a batch and a width."""
+        batch, width = self.padded(rows), self._padded_width(width)
         key = (batch, width, truncate, top)
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
-        self._inputs.fill(rows, batch, width, before)
+        fill(batch, width)
         captured = self._captured[key]
         captured.graph.replay()
-        return tuple(part[: len(rows)] for part in captured.result)
+        return tuple(part[:rows] for part in captured.result)
 
     def captured(self, rows: int, width: int, truncate: bool) -> torch.cuda.CUDAGraph:
         """The graph that :meth:`run` replays for these sizes, without top log-probabilities.
@@ -99,7 +105,7 @@ class DecodeGraphs:
         return min(1 << max(width - 1, 0).bit_length(), self._inputs.max_width)
 
     def _capture(self, batch: int, width: int, truncate: bool, top: int) -> _Captured:
-        self._inputs.fill([], batch, width)
+        self._inputs.pad(batch, width)
         current = torch.cuda.current_stream()
         side = torch.cuda.Stream()
         side.wait_stream(current)

@@ -7,6 +7,9 @@ numbers are collected in pinned memory and cross over in three copies: integers,
 A step may be prepared before the host knows the tokens that it forwards, while the step that samples them still runs.
 Such rows say where in that step's result their token stands, and it is copied on the device. So the host writes its
 memory for one step while the copies of another may not have begun, and has that memory twice.
+
+Mostly the same sequences decode again, each one token further. Then nothing is collected from them: what the last step
+was made of is kept in arrays, in which positions grow by one and a page is added here and there.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tracefp4.errors import EngineError
 from tracefp4.kernels.runtime import usable
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.request import Sequence
@@ -24,6 +29,7 @@ from tracefp4.rollout.sampler import Draw
 
 _INTEGERS = ("tokens", "positions", "tickets", "stream", "top_k", "state_rows", "source")
 _FLOATS = ("temperature", "top_p")
+_POSITIONS, _SOURCE = _INTEGERS.index("positions"), _INTEGERS.index("source")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,21 @@ class _Host:
             self.left.synchronize()
 
 
+class _Kept:
+    """What the last step was made of."""
+
+    def __init__(self, max_batch: int, max_width: int, padding_page: int) -> None:
+        self.integers = np.zeros((len(_INTEGERS), max_batch), np.int64)
+        self.floats = np.zeros((len(_FLOATS), max_batch), np.float32)
+        self.pages = np.full((max_batch, max_width), padding_page, np.int64)
+        """Past a sequence's end the padding page."""
+        self.sequences: list[Sequence] = []
+        self.counts: list[int] = []
+        """Pages of each sequence."""
+        self.rows = 0
+        """Of the step, padding included."""
+
+
 class DecodeInputs:
     """Inputs of a decode step of ``B`` rows; views of longer buffers.
 
@@ -77,6 +98,7 @@ class DecodeInputs:
             part.to(device, copy=True) for part in (host.integers, host.floats, host.pages)
         )
         self._batch, self._width = 0, 0
+        self._kept = _Kept(max_batch, max_width, padding_page)
 
     def fill(self, rows: Items[DecodeRow], batch: int, width: int, before: Tensor | None = None) -> DecodeInputs:
         """Set the buffers for the next step.
@@ -87,9 +109,6 @@ class DecodeInputs:
             width: pages of the block tables.
             before: int64 tokens that the step before samples, on the device; needed if a row has a source.
         """
-        self._hosts.reverse()
-        host = self._hosts[0]
-        host.wait()
         padding = batch - len(rows)
         samplings = [row.sequence.request.sampling for row in rows]
         columns = {
@@ -103,14 +122,55 @@ class DecodeInputs:
             "temperature": [s.temperature for s in samplings] + [1.0] * padding,
             "top_p": [s.top_p for s in samplings] + [1.0] * padding,
         }
-        host.integers[:, :batch] = torch.tensor([columns[name] for name in _INTEGERS], dtype=torch.int64)
-        host.floats[:, :batch] = torch.tensor([columns[name] for name in _FLOATS], dtype=torch.float32)
-        table = [(row.pages + [self._padding_page] * (width - len(row.pages)))[:width] for row in rows]
-        table += [[self._padding_page] * width] * padding
-        host.pages[: batch * width] = torch.tensor(table, dtype=torch.int64).flatten()
-        self._upload(host, batch, width)
+        kept = self._kept
+        kept.integers[:, :batch] = [columns[name] for name in _INTEGERS]
+        kept.floats[:, :batch] = [columns[name] for name in _FLOATS]
+        kept.pages[: max(batch, kept.rows)] = self._padding_page
+        for table, row in zip(kept.pages, rows, strict=False):
+            table[: len(row.pages)] = row.pages[: self.max_width]
+        kept.sequences, kept.rows = [row.sequence for row in rows], batch
+        kept.counts = [len(row.pages) for row in rows]
+        self._upload(batch, width)
         if before is not None:
             self._take(before)
+        return self
+
+    def pad(self, batch: int, width: int) -> None:
+        """Fill a step of padding rows only; what the last step was made of stays known."""
+        kept, self._kept = self._kept, _Kept(batch, self.max_width, self._padding_page)
+        try:
+            self.fill([], batch, width)
+        finally:
+            self._kept = kept
+
+    def follows(self, sequences: Items[Sequence]) -> bool:
+        """Whether the last step was of these sequences, in this order."""
+        return self._kept.sequences == sequences
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence of the last step, with the one that it forwarded."""
+        return 1 + int(self._kept.integers[_POSITIONS, : len(self._kept.sequences)].max())
+
+    def advance(self, batch: int, width: int, before: Tensor) -> DecodeInputs:
+        """Set the buffers for the same sequences, one token further, whose tokens the step before samples.
+
+        Args:
+            batch: see :meth:`fill`.
+            width: pages of the block tables.
+            before: int64 tokens of the sequences, on the device.
+        """
+        kept, count = self._kept, len(self._kept.sequences)
+        kept.integers[_POSITIONS, :count] += 1
+        kept.integers[_SOURCE, :count] = np.arange(count)
+        for i, (sequence, known) in enumerate(zip(kept.sequences, kept.counts, strict=True)):
+            if len(sequence.pages) != known:
+                kept.counts[i] = len(sequence.pages)
+                kept.pages[i, : kept.counts[i]] = sequence.pages
+        if batch > kept.rows:
+            raise EngineError(f"a step of {batch} rows cannot follow one of {kept.rows}")
+        self._upload(batch, width)
+        self._take(before)
         return self
 
     def _take(self, before: Tensor) -> None:
@@ -138,12 +198,17 @@ class DecodeInputs:
         state_row = row.sequence.state_row
         return self._padding_row if state_row is None else state_row
 
-    def _upload(self, host: _Host, batch: int, width: int) -> None:
-        """Copy host memory to the device, without waiting, and set the size of the step."""
+    def _upload(self, batch: int, width: int) -> None:
+        """Copy what is kept to the device through pinned memory, without waiting, and set the size of the step."""
+        self._hosts.reverse()
+        host, kept, used = self._hosts[0], self._kept, batch * width
+        host.wait()
+        host.integers.numpy()[:, :batch] = kept.integers[:, :batch]
+        host.floats.numpy()[:, :batch] = kept.floats[:, :batch]
+        host.pages.numpy()[:used].reshape(batch, width)[...] = kept.pages[:batch, :width]
         self._batch, self._width = batch, width
         self._integers.copy_(host.integers, non_blocking=True)
         self._floats.copy_(host.floats, non_blocking=True)
-        used = batch * width
         self._pages[:used].copy_(host.pages[:used], non_blocking=True)
         if host.left is not None:
             host.left.record()

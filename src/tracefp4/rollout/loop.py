@@ -12,7 +12,7 @@ together, unless somebody waits for their pages.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from itertools import compress
+from itertools import compress, repeat
 
 from tracefp4.errors import NonFiniteError
 from tracefp4.rollout.engine import EngineStats
@@ -103,16 +103,20 @@ class Loop:
             return
         live = [s.finish is None and bool(s.pages) for s in flight.sequences]
         self._stats.decode_tokens += sum(live)
-        self._take(list(compress(flight.sequences, live)), list(compress(flight.land(), live)))
+        self._take(flight.sequences, flight.land(), live)
 
-    def _take(self, sequences: Items[Sequence], sampled: Items[Sampled]) -> None:
-        """Append sampled tokens, and let those sequences leave that end with them."""
-        for sequence, new in zip(sequences, sampled, strict=True):
-            if new.logprob != new.logprob:
+    def _take(self, sequences: Items[Sequence], sampled: Sampled, live: Items[bool] | None = None) -> None:
+        """Append sampled tokens, and let those sequences leave that end with them; all, or those that are ``live``."""
+        tops = repeat(None) if sampled.top is None else sampled.top
+        reason = self._stops.reason
+        new = zip(sequences, sampled.tokens, sampled.logprobs, tops, strict=sampled.top is not None)
+        for sequence, token, logprob, top in new if live is None else compress(new, live):
+            if logprob != logprob:
                 raise NonFiniteError(f"request {sequence.request.id!r}, token {sequence.length}: the logits are NaN")
-            sequence.append(*new)
-            sequence.finish = self._stops.reason(sequence)
-            if sequence.finish is not None:
+            sequence.append(token, logprob, top)
+            finish = reason(sequence)
+            if finish is not None:
+                sequence.finish = finish
                 if not self._ended:
                     self._due_at = self._stats.steps + HOLD_STEPS
                 self._scheduler.leave(sequence)

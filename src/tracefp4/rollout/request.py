@@ -25,12 +25,12 @@ from tracefp4.errors import EngineError
 
 
 class Sampled(NamedTuple):
-    """One sampled token, on the host."""
+    """The sampled tokens of ``B`` sequences, on the host. Lists, since a step handles each of them in Python."""
 
-    token: int
-    logprob: float
+    tokens: list[int]
+    logprobs: list[float]
     top: Tensor | None = None
-    """float64 ``(2, k)``: ids and log-probs of the likeliest tokens, if anyone in the batch asked for them."""
+    """float64 ``(B, 2, k)``: ids and log-probs of the likeliest tokens, if anyone in the batch asked for them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,6 +58,13 @@ class Sequence:
     prefix_ticket: int = 0
     ticket: int = 0
     finish: FinishReason | None = None
+    prompt: int = field(init=False)
+    """Tokens of the prompt."""
+    most: int = field(init=False)
+    """Tokens that the response may have."""
+
+    def __post_init__(self) -> None:
+        self.prompt, self.most = len(self.request.prompt_ids), self.request.sampling.max_new_tokens
 
     @property
     def key(self) -> tuple[int, int]:
@@ -67,7 +74,7 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens so far, prompt and response. The last one has not been forwarded."""
-        return len(self.request.prompt_ids) + len(self.response)
+        return self.prompt + len(self.response)
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -80,12 +87,11 @@ class Sequence:
         return self.response[-1]
 
     def append(self, token: int, logprob: float, top: Tensor | None = None) -> None:
-        """Take a sampled token; ``top`` as in :class:`Sampled`."""
+        """Take a sampled token; ``top`` float64 ``(2, k)`` as in :class:`Sampled`."""
         self.response.append(token)
         self.logprobs.append(logprob)
-        wanted = self.request.sampling.top_logprobs
-        if wanted and top is not None:
-            self.top.append(top[:, :wanted])
+        if top is not None and self.request.sampling.top_logprobs:
+            self.top.append(top[:, : self.request.sampling.top_logprobs])
 
 
 @dataclass(eq=False, slots=True)

@@ -13,6 +13,7 @@ Hybrid models prefill one sequence a forward, because a recurrent layer knows no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -43,19 +44,21 @@ class Flight:
     sequences: list[Sequence]
     tokens: Tensor
     """``(B,)`` int64 on the device, until the next step overwrites it."""
+    truncate: bool
+    """Whether any has top-k or top-p."""
+    top: int
+    """The most likeliest tokens that any asked for."""
     rows: Tensor
     """``(B, 2 + 2 k)`` float64 on the host: token, log-probability, likeliest tokens and theirs."""
     arrival: torch.cuda.Event | None
     """After which ``rows`` may be read."""
 
-    def land(self) -> list[Sampled]:
+    def land(self) -> Sampled:
         """Wait for the result, the only wait of a step."""
         if self.arrival is not None:
             self.arrival.synchronize()
-        more = self.rows.shape[1] > 2
-        likeliest = self.rows[:, 2:].unflatten(1, (2, -1)) if more else [None] * len(self.rows)
-        firsts = self.rows[:, :2].tolist()
-        return [Sampled(int(token), logprob, top) for (token, logprob), top in zip(firsts, likeliest, strict=True)]
+        tokens, logprobs = self.rows[:, 0].long().tolist(), self.rows[:, 1].tolist()
+        return Sampled(tokens, logprobs, self.rows[:, 2:].unflatten(1, (2, -1)) if self.rows.shape[1] > 2 else None)
 
 
 class Runner:
@@ -181,14 +184,14 @@ class Runner:
             source, target = (self._to_device(list(r)) for r in zip(*rows, strict=True))
             self.states.copy(source, target)
 
-    def sample_first(self, starts: Items[Start]) -> list[Sampled]:
+    def sample_first(self, starts: Items[Start]) -> Sampled:
         """Sample a token for each start from its prefix's last hidden state."""
         hidden = torch.stack([s.prefix.hidden for s in starts if s.prefix.hidden is not None])
         sequences = [s.sequence for s in starts]
         draw = draw_of(sequences, [s.length for s in sequences], self.device)
         logits = self.head(hidden)
         result = _with_top(sample(logits, draw, _truncates(sequences)), logits, draw, _top(sequences))
-        return Flight(sequences, result[0], *_depart(result)).land()
+        return Flight(sequences, result[0], False, 0, *_depart(result)).land()
 
     # -- Decode
 
@@ -199,20 +202,38 @@ class Runner:
             sequences: those that decode.
             before: the step in flight, whose tokens the host does not know yet.
         """
+        if before is not None and before.sequences == sequences and self.inputs.follows(sequences):
+            return self._launch_again(before)
         places = {} if before is None else {id(s): i for i, s in enumerate(before.sequences)}
         rows = []
         for s in sequences:
             source = places.get(id(s), -1)
             rows.append(DecodeRow(s.last_token, s.length - (source < 0), s.pages, s, source))
         width = self.table_width(1 + max(row.position for row in rows))
-        truncate, top = _truncates(sequences), _top(sequences)
         tokens = None if before is None else before.tokens
-        if self.graphs is not None and self.graphs.fits(len(rows)):
+        return self._run(
+            list(sequences), width, _truncates(sequences), _top(sequences), partial(self._fill, rows, tokens)
+        )
+
+    def _launch_again(self, before: Flight) -> Flight:
+        """The sequences of the step in flight once more."""
+        fill = partial(self.inputs.advance, before=before.tokens)
+        width = self.table_width(1 + self.inputs.longest)
+        return self._run(before.sequences, width, before.truncate, before.top, fill)
+
+    def _fill(self, rows: Items[DecodeRow], tokens: Tensor | None, batch: int, width: int) -> DecodeInputs:
+        return self.inputs.fill(rows, batch, width, tokens)
+
+    def _run(
+        self, sequences: list[Sequence], width: int, truncate: bool, top: int, fill: Callable[[int, int], DecodeInputs]
+    ) -> Flight:
+        count = len(sequences)
+        if self.graphs is not None and self.graphs.fits(count):
             self.graph_steps += 1
-            result = self.graphs.run(rows, width, truncate, top, tokens)
+            result = self.graphs.replay(count, width, truncate, top, fill)
         else:
-            result = self.decode_step(self.inputs.fill(rows, len(rows), width, tokens), truncate, top)
-        return Flight(list(sequences), result[0], *_depart(result))
+            result = self.decode_step(fill(count, width), truncate, top)
+        return Flight(sequences, result[0], truncate, top, *_depart(result))
 
     def decode_step(self, inputs: DecodeInputs, truncate: bool, top: int = 0) -> tuple[Tensor, ...]:
         """The captured part: tokens ``(B,)`` int64 and log-probabilities ``(B,)`` float32 from static buffers.

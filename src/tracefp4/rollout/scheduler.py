@@ -75,6 +75,7 @@ class Scheduler:
         self.waiting: list[Prefix] = []
         self.resident: list[Prefix] = []
         self.running: list[Sequence] = []
+        """Oldest first."""
         self.retractions = 0
         self._tickets = itertools.count(1)
 
@@ -129,10 +130,12 @@ class Scheduler:
                 out.
         """
         ready: list[Sequence] = []
-        for sequence in sorted(self.running, key=lambda s: s.key):
-            if ahead and len(sequence.response) + ahead >= sequence.request.sampling.max_new_tokens:
+        size = self.pages.page_size
+        for sequence in self.running.copy():  # whoever gives way meanwhile is younger
+            new = len(sequence.response) + ahead
+            if ahead and new >= sequence.most:
                 continue
-            while sequence.pages and len(sequence.pages) < self.pages.pages_for(sequence.length + ahead):
+            while sequence.pages and len(sequence.pages) * size < sequence.prompt + new:
                 if self.pages.free:
                     sequence.pages += self.pages.allocate(1)
                 else:
@@ -211,7 +214,7 @@ class Scheduler:
         sequence = prefix.members.popleft()
         sequence.ticket = next(self._tickets)
         sequence.prefix_ticket, sequence.prefix_length = prefix.ticket, len(prefix.tokens)
-        self.running.append(sequence)
+        insort(self.running, sequence, key=lambda s: s.key)
         if not prefix.members:
             # The last one inherits instead of copying.
             self.resident.remove(prefix)

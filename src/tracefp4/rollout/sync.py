@@ -29,9 +29,10 @@ from tracefp4.errors import SyncError, suggest
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.words import CHUNK
 from tracefp4.kernels.runtime import usable
-from tracefp4.models.kernel_weights import Aside, packed_again, put_arranged, put_plain, set_aside
+from tracefp4.models.kernel_weights import Aside, packed_again, put_arranged, put_aside, put_plain
 from tracefp4.models.layout import ModelLayout
-from tracefp4.models.packing import PackedWeight, check_packed, digest, expert_weights, pack_weight
+from tracefp4.models.packing import Digest, PackedWeight, check_packed, expert_weights, pack_weight
+from tracefp4.models.repeated import Repeated, addresses
 
 if TYPE_CHECKING:
     from tracefp4.kernels.experts import ExpertWeight
@@ -79,6 +80,7 @@ class WeightSync:
         self._multiplied = self._experts.keys() if self._has_kernels(layout) else ()
         for name in self._experts:
             self._put(name, self._parameters[name])
+        self._loads, self._digest = Repeated(), Digest()
 
     def _has_kernels(self, layout: ModelLayout) -> bool:
         """Whether the grouped kernel multiplies the quantized weights: both projections of every layer, or none."""
@@ -90,13 +92,7 @@ class WeightSync:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights as they are kept, each storage once."""
-        kept = [*self._parameters.values(), *self._others.values()]
-        kept += [part for packed in self._packed.values() for part in packed.parts()]
-        kept += [part for part in self._scales.values() if part is not None]
-        kept += [part for aside in self._aside.values() for part in aside if part is not None]
-        for weight in (self._kernel_weights or {}).values():
-            kept += [part for part in (weight.values, weight.scales, weight.alpha) if part is not None]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        storages = {kept.untyped_storage().data_ptr(): kept.untyped_storage().nbytes() for kept in self._kept()}
         return sum(storages.values())
 
     @torch.no_grad()
@@ -110,14 +106,16 @@ class WeightSync:
             SyncError: naming the first tensor that is missing, unknown, or of another shape or dtype.
         """
         self._check_names(state)
-        nbytes = 0
-        for name in self._parameters:
-            found = state[name]
-            nbytes += found.nbytes
-            if isinstance(found, PackedWeight):
-                self._put_packed(name, found)
-            else:
-                self._put(name, self._checked(name, found, self._parameters[name]))
+        tensors: dict[str, Tensor] = {}
+        if type(state) is dict:  # in other mappings tensors are made one by one, when they are asked for
+            tensors.update((name, found) for name, found in state.items() if isinstance(found, Tensor))
+        stay = addresses(tensors.values()) if len(tensors) == len(state) else None
+        if stay is not None:
+            checked = {n: self._checked(n, tensors[n], p) for n, p in self._parameters.items()}
+            self._loads.run((stay, self._addresses()), lambda: self._put_all(checked))
+            nbytes = sum(tensor.nbytes for tensor in checked.values())
+        else:
+            nbytes = self._put_each(state)
         for name, target in self._others.items():
             found = state.get(name)
             if isinstance(found, Tensor):
@@ -128,12 +126,43 @@ class WeightSync:
                     target.copy_(tensor)
         return nbytes
 
+    def _put_all(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        for name, tensor in tensors.items():
+            self._put(name, tensor)
+        return []
+
+    def _put_each(self, state: Mapping[str, Tensor | PackedWeight]) -> int:
+        nbytes = 0
+        for name in self._parameters:
+            found = state[name]
+            nbytes += found.nbytes
+            if isinstance(found, PackedWeight):
+                self._put_packed(name, found)
+            else:
+                self._put(name, self._checked(name, found, self._parameters[name]))
+        return nbytes
+
     def digest(self) -> str:
         """Checksum of what is in place."""
+        return self._digest.of(self._all_parts, self._addresses())
+
+    def _all_parts(self) -> dict[str, Iterable[Tensor]]:
         parts: dict[str, Iterable[Tensor]] = {name: (p.detach(),) for name, p in self._parameters.items()}
         # One after the other: packed bytes of all arranged weights at once would take as much memory as those do.
-        parts |= {name: self._parts(name) for name in self._experts}
-        return digest(parts)
+        return parts | {name: self._parts(name) for name in self._experts}
+
+    def _kept(self) -> list[Tensor]:
+        """Everything that holds weights."""
+        kept = [*self._parameters.values(), *self._others.values()]
+        kept += [part for packed in self._packed.values() for part in packed.parts()]
+        kept += [part for part in self._scales.values() if part is not None]
+        kept += [part for aside in self._aside.values() for part in aside if part is not None]
+        for weight in (self._kernel_weights or {}).values():
+            kept += [part for part in (weight.values, weight.scales, weight.alpha) if part is not None]
+        return kept
+
+    def _addresses(self) -> tuple[int, ...] | None:
+        return addresses(self._kept())
 
     def _parts(self, name: str) -> Iterator[Tensor]:
         yield from self.packed(name).parts()
@@ -172,7 +201,7 @@ class WeightSync:
         target = self._parameters[name]
         if self._kernel_weights is not None and name in self._multiplied:
             put_arranged(self._kernel_weights, (layer, projection), packed)
-            self._aside[name] = set_aside(packed)
+            put_aside(self._aside, name, packed)
             _empty(target)
             return
         self._packed[name] = packed

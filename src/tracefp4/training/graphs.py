@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from torch.func import functional_call
 
 from tracefp4.errors import TrainingError
 from tracefp4.guidance.codec import chunks
+from tracefp4.models.repeated import Capture, Replay, cuda_graphs
 from tracefp4.training.batch import GuidedRows, Routes
 from tracefp4.training.rooms import copy_guidance, kind_of, room_for_guidance, room_for_routes
 from tracefp4.training.sites import TrainerSites
@@ -52,12 +53,6 @@ class Aside(Protocol):
     def take(self, real: Tensor) -> Tensor:
         """The loss, a scalar, of the pass that ended; ``real (B, S)`` bool marks tokens that count."""
         ...
-
-
-Replay = Callable[[], None]
-Body = Callable[[], list[Tensor]]
-Capture = Callable[[Sequence[Body]], list[tuple[list[Tensor], Replay]]]
-"""Runs functions one after the other; returns the results of each, and what computes them again, in place."""
 
 
 def padded_width(rows: int) -> int:
@@ -351,27 +346,6 @@ def refusal(model: Any, sites: TrainerSites, cuda: bool = True) -> str | None:
     if sites.layout.deltas:
         return "its layers with a recurrent state choose their mask on the host"
     return None
-
-
-def cuda_graphs() -> Capture:
-    """Capturing as CUDA graphs that share one pool of memory."""
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-
-    def record(body: Body) -> tuple[list[Tensor], Replay]:
-        graph = torch.cuda.CUDAGraph()
-        # Another thread may be reading guidance ahead, with allocations and copies of its own.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            results = body()
-        return results, graph.replay
-
-    def capture(bodies: Sequence[Body]) -> list[tuple[list[Tensor], Replay]]:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for body in bodies:
-                body()
-        return [record(body) for body in bodies]
-
-    return capture
 
 
 def _first_line(error: RuntimeError) -> str:

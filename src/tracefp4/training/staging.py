@@ -7,7 +7,9 @@ layers there are and sequences side by side, and once the buffer is on the devic
 
     | planes of run 0: sites x B x S rows | scales of run 0 | ... | planes of run 1 | ...   each from a multiple of 64
 
-For a GPU the buffer lies in pinned memory, from which the copy runs while the host goes on.
+For a GPU the buffer lies in pinned memory, from which the copy runs while the host goes on. Records that are frames in
+pinned memory need no such work of the host: the frames are copied as they are, and a kernel takes them apart
+(:mod:`tracefp4.kernels.stack`).
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ from torch import Tensor
 
 from tracefp4.errors import GuidanceMismatch
 from tracefp4.guidance.codec import chunks
-from tracefp4.guidance.layout import Parts, align
+from tracefp4.guidance.layout import Parts, align, strips
 from tracefp4.guidance.record import Record
-from tracefp4.guidance.runs import SiteRuns
+from tracefp4.guidance.runs import Body, SiteRuns
 from tracefp4.guidance.workers import side_by_side
+from tracefp4.kernels.runtime import usable
 
 _FILL = (0, 0, 1, 0, 0)
 """What padding holds of planes, scales, global scales, and checks of codes and scales. Scale bytes of 0 round it to 0;
 a global scale of 0 would make that 0 times infinity."""
+_ONE = 0x3F800000
+"""The bits of 1 in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,9 @@ def stack_sites(records: Sequence[Record | None], like: Record, width: int, devi
     """
     first = SiteRuns.of(like.sites)
     places, size = _arrange(first, len(records), width)
+    bodies = _bodies(records, first, device)
+    if bodies is not None:
+        return _sites(first, places, _stack_frames(bodies, places, size, device))
     buffer = _host_buffer(size, device)
     # Arrays, because PyTorch would give each of our threads threads of its own.
     targets = [[None if place is None else place.view(buffer).numpy() for place in group] for group in places]
@@ -88,6 +96,59 @@ def stack_sites(records: Sequence[Record | None], like: Record, width: int, devi
 
     side_by_side([partial(write, b, record) for b, record in enumerate(records)])
     return _sites(first, places, buffer.to(device, non_blocking=True))
+
+
+def _bodies(records: Sequence[Record | None], like: SiteRuns, device: torch.device) -> list[Body | None] | None:
+    """The frames of the records, if a kernel can take them apart; else ``None``."""
+    if like.body is None or not usable(torch.empty(0, device=device)):
+        return None
+    bodies: list[Body | None] = []
+    for record in records:
+        body = None
+        if record is not None:
+            body = record.sites.body if isinstance(record.sites, SiteRuns) else None
+            if body is None or body.layout.table is not like.table or body.layout.plan != like.body.layout.plan:
+                return None
+            if device.type == "cuda" and not body.frame.is_pinned():
+                return None
+        bodies.append(body)
+    return bodies
+
+
+def _stack_frames(
+    bodies: Sequence[Body | None], places: Sequence[Sequence[_Place | None]], size: int, device: torch.device
+) -> Tensor:
+    """The buffer of :func:`stack_sites`, made on its device."""
+    from tracefp4.kernels.stack import stack
+
+    checked = next(body.layout.plan.checked for body in bodies if body is not None)
+    order = ("code_checks" if checked else "planes", "scales", "global_scale", "checks")  # that of strips
+    filled: list[tuple[_Place, int]] = []
+    for group in places:
+        named = dict(zip(Parts._fields, zip(group, _FILL, strict=True), strict=True))
+        filled += [(place, fill) for place, fill in (named[name] for name in order) if place is not None]
+    rooms = [math.prod(place.shape[2:]) * place.dtype.itemsize for place, _ in filled]
+    targets = [
+        (place.shape[0], room, place.start, _ONE if fill else 0)
+        for (place, fill), room in zip(filled, rooms, strict=True)
+    ]
+    sources = np.zeros((len(filled), len(bodies), 3), np.int64)
+    ends = np.cumsum([0 if body is None else align(len(body.frame)) for body in bodies])
+    frames = torch.empty(int(ends[-1]), dtype=torch.uint8, device=device)
+    for b, body in enumerate(bodies):
+        if body is None:
+            continue
+        end = int(ends[b])
+        begin = end - align(len(body.frame))
+        frames[begin : begin + len(body.frame)].copy_(body.frame, non_blocking=True)
+        for s, strip in enumerate(strips(body.layout)):
+            sources[s, b] = begin + body.start + strip.start, strip.step, strip.length
+    tables = (torch.from_numpy(sources).to(device), torch.tensor(targets, dtype=torch.int64).to(device))
+    out = torch.empty(size, dtype=torch.uint8, device=device)
+    stack(frames, *tables, out, max(place.shape[0] for place, _ in filled), max(rooms))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # nobody keeps the frames after this
+    return out
 
 
 def _write(target: np.ndarray, part: Tensor | None, fill: int) -> None:
