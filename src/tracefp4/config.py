@@ -202,8 +202,6 @@ class TrainConfig(_Table):
     """Train on the rollouts of n steps ago, as an asynchronous trainer does; the first n steps train nothing."""
     guided_lag: int = Field(default=0, ge=0)
     """Versions behind the trainer up to which rollouts are trained on with guidance; older ones as by ``qat``."""
-    guided_steps: int = Field(default=0, ge=0)
-    """Of several optimizer steps of a rollout batch, how many follow guidance; 0: all. The others train as ``qat``."""
     replan_every: int = Field(default=50, gt=0)
     """Steps between two choices of a plan ``auto:<bytes>``; at each, one batch is recorded whole."""
     max_lag: int = Field(default=0, ge=0)

@@ -480,25 +480,6 @@ def _micro_tokens(run: Run, size: int) -> None:
     run.updater.config = run.config.model_copy(update={"train": train})
 
 
-@pytest.mark.parametrize(("guided_steps", "share"), [(0, 1.0), (1, 0.5), (2, 1.0)])
-def test_some_optimizer_steps_of_a_batch_may_train_without_guidance(
-    make_run: MakeRun, guided_steps: int, share: float
-) -> None:
-    run = make_run("train.minibatches=2", f"train.guided_steps={guided_steps}", folder=str(guided_steps))
-    rollouts, experience = _experience(run)
-    source, read = run._loader(rollouts), set()
-    assert source is not None
-
-    def load(examples: Any) -> Any:
-        read.update(example.index for example in examples)
-        return source(examples)
-
-    metrics = run.updater.update(experience.examples, load, measure_unguided=False)
-    assert len(read) == pytest.approx(share * len(experience.examples), abs=1)
-    assert metrics["guidance/coverage"] == pytest.approx(share, abs=0.15)
-    assert run.optimizer.steps == 2 and metrics["ratio/max"] < 3.0
-
-
 def test_minibatches_use_log_probs_from_before_the_update(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     one = make_run("optimizer.lr=1e-3", folder="one")
     rollouts, experience = _experience(one)

@@ -134,14 +134,12 @@ class Updater:
         self.model.train()
         metrics = self._unguided(examples) if measure_unguided and load is not None else {}
         steps = _split(examples, self.config.train.minibatches, self._ranks)
-        most = self.config.train.guided_steps or len(steps)
-        loads = [load if index < most else None for index in range(len(steps))]
-        old = self._old_logprobs(steps, loads) if len(steps) > 1 else None
+        old = self._old_logprobs(steps, load) if len(steps) > 1 else None
         tally = Tally(old, self._ranks, by_position=measure_unguided)
         norms = []
-        for part, own in zip(steps, loads, strict=True):
-            self._accumulate(part, own, tally, measure_unguided)
-            if own is not None:
+        for part in steps:
+            self._accumulate(part, load, tally, measure_unguided)
+            if load is not None:
                 self._check_coverage(tally)
             norms.append(self.optimizer.step())
             self.sites.weights.renew()
@@ -223,9 +221,9 @@ class Updater:
             )
 
     @torch.no_grad()
-    def _old_logprobs(self, steps: Sequence[Sequence[Example]], loads: Sequence[Loader | None]) -> dict[int, Tensor]:
+    def _old_logprobs(self, steps: Sequence[Sequence[Example]], load: Loader | None) -> dict[int, Tensor]:
         found: dict[int, Tensor] = {}
-        for part, load in zip(steps, loads, strict=True):
+        for part in steps:
             for batch in self._batches(part, load):
                 logprobs = self._forward(batch, guided=True)
                 for b, index in enumerate(batch.index):  # none, of an empty micro-batch
