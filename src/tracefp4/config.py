@@ -84,7 +84,7 @@ class TaskConfig(_Table):
 
 
 class WarmStartConfig(_Table):
-    """Supervised fine-tuning before RL; deterministic, and cached by a hash of everything that shapes it."""
+    """Supervised fine-tuning before RL; deterministic on one machine, and cached by a hash of what shapes it."""
 
     steps: int = Field(default=0, ge=0)
     """Optimizer steps; 0 skips the warm start."""
@@ -242,7 +242,9 @@ class Config(_Table):
     numerics: str = "nvfp4-te"
     """Named arithmetic of the FP4 formats."""
     plan: str = "r1-all+mid"
-    """Which quantization outcomes of the rollout guide the trainer; ``auto:<bytes a token>`` chooses by measurement."""
+    """Which quantization outcomes of the rollout guide the trainer: ``r1-...`` records bits of the codes, ``c1-...``
+    their checks, and pulls bits where one fails (engine ``embedded``); ``auto:<bytes a token>`` chooses by
+    measurement."""
     decoder: Literal["bracket", "nearest", "map", "replay"] = "bracket"
     """How guided rounding reads the recorded bits."""
     engine: str = "embedded"

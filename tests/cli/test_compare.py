@@ -29,7 +29,8 @@ with (folder / "metrics.jsonl").open("w") as stream:
 with (folder / "evaluations.jsonl").open("w") as stream:
     for step, share in ((0, 0.0), (3, score)):
         stream.write(json.dumps({"step": step, "eval/scores": [float(i < 40 * share) for i in range(40)]}) + "\\n")
-(folder / "summary.json").write_text(json.dumps({"warm_start": "w"}))
+(folder / "summary.json").write_text(json.dumps({"warm_start": "w", "warm_start_seconds": 1000.0}))
+(folder / "samples.jsonl").write_text(json.dumps({"step": 0, "prompt": "2+2=", "response": "4", "reward": 1.0}) + "\\n")
 (folder / "checkpoints").mkdir(exist_ok=True)
 print(json.dumps({"steps": 3, "interrupted": False}))
 """
@@ -63,9 +64,12 @@ def test_runs_tables_and_page(fake: Path, config: Path, capsys: pytest.CaptureFi
     assert names >= {"config.toml", "results.json", "index.html", "tables.md", "main.csv", "fig8.png", "runs"}
     found = load(fake / "c" / "results.json")
     assert [run.seed for run in found.runs["trace"]] == [0, 1]
+    assert {run.seconds for run in found.runs["trace"]} == {0}, "the shared warm start is no part of a run"
     command = found.runs["qat"][1].command
     assert command.startswith(f"tracefp4 train {config} --set method=qat --set seed=1 --set output_dir=")
     assert not list((fake / "c").rglob("checkpoints")), "weights of finished runs are removed"
+    assert _compare(config, fake / "c", "--seeds", "2", "--against", "qat") == 0
+    assert "difference to qat" in (fake / "c" / "tables.md").read_text(encoding="utf-8")
 
 
 def test_runs_side_by_side_are_dealt_out_to_the_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +107,14 @@ def test_runs_from_elsewhere_fill_in_what_is_missing(
     assert _compare(config, fake / "here", "--no-run", "--also", str(fake / "nowhere.json")) == 2
 
 
+def test_the_arm_of_the_configuration_is_probed_whatever_the_order_of_tables(fake: Path, config: Path) -> None:
+    words = ["compare", str(config), "--out", str(fake / "c"), "--tables", "t4,main", "--methods", "bf16,trace"]
+    assert main.run([*words, "--json"]) == 1, "what measures needs a model, which these runs do not leave"
+    runs = load(fake / "c" / "results.json").runs
+    kept = [name for name, (run,) in runs.items() if "train.save_final=true" in run.command]
+    assert kept == ["trace"] and [*runs].index("trace@mxfp4-w4a8-kv4") < [*runs].index("trace")
+
+
 def test_a_run_that_dies_loses_nothing_but_itself(fake: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (fake / "broken").write_text("qat")
     assert _compare(config, fake / "c") == 1
@@ -129,6 +141,18 @@ def test_runs_may_be_made_apart_and_shown_together(
 
 
 @pytest.mark.parametrize(
+    ("settings", "checked"), [([], True), (["engine=sglang"], False), (["train.lag=1", "train.guided_lag=1"], False)]
+)
+def test_plans_that_training_would_refuse_are_not_among_the_usual_ones(
+    fake: Path, config: Path, settings: list[str], checked: bool
+) -> None:
+    overrides = [word for item in ["plan=r2-all", *settings] for word in ("--set", item)]
+    assert _compare(config, fake / "c", "--tables", "t5", "--only", "bf16", *overrides) == 0
+    plans = [arm.plan for arm in load(fake / "c" / "results.json").arms][1:]
+    assert plans[0] == "r2-all" and "r1-all+mid" in plans and ("c1-all+mid/s2" in plans) == checked
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--methods", "bf16,qatt"], "did you mean 'qat'"),
@@ -137,6 +161,7 @@ def test_runs_may_be_made_apart_and_shown_together(
         (["--seeds", "0"], "positive number"),
         (["--seeds", "1,1"], "different seeds"),
         (["--only", "qarl"], "names no arm of this comparison"),
+        (["--against", "qta"], "did you mean 'qat'"),
         (["--set", "eval.items=0"], "needs held-out items"),
         (["--arm", "qat:method=qat"], "two arms of one name"),
         (["--arm", "x:method=trace,plan=none"], "use method 'qat'"),

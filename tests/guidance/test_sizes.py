@@ -7,7 +7,7 @@ import torch
 
 from tracefp4.guidance.frame import encode
 from tracefp4.guidance.plan import Plan
-from tracefp4.guidance.sizes import PARTS, account, by_kind, bytes_per_token, sizes
+from tracefp4.guidance.sizes import PARTS, SITE_PARTS, account, by_kind, bytes_per_token, sizes
 
 ROWS = 50
 
@@ -51,11 +51,19 @@ def test_sizes_equal_real_frames(make, qwen35, plan: str, rows: int) -> None:
         assert told == sizes(Plan.parse(plan), chosen, rows, routes=shape, weight_version=version)
 
 
+def test_checks_of_codes_are_not_called_codes(make, qwen35) -> None:
+    """60 checks of 32 bits a token: the experts' input of 40 layers, K and V of 10."""
+    parts = account(encode(make("c1-all/s2", qwen35, range(ROWS + 1), num_layers=40)))
+    assert (parts["codes"], parts["code_checks"]) == (0, ROWS * 4 * (40 + 2 * 10))
+    bits = account(encode(make("r1-all/s2", qwen35, range(ROWS + 1), num_layers=40)))
+    assert bits["code_checks"] == 0 and bits["codes"] > 0 and bits["block_scales"] == parts["block_scales"]
+
+
 @pytest.mark.parametrize("plan", ["r1-l20", "r1-all+mid/s3", "r3-all/s2", "c1-all+mid/s2"])
 def test_bytes_per_token_is_the_growth_of_a_frame(qwen35, plan: str) -> None:
     parsed = Plan.parse(plan)
     few, many = (sizes(parsed, qwen35, rows, num_layers=40) for rows in (1600, 3200))
-    grown = sum(many[part] - few[part] for part in ("codes", "block_scales", "global_scales", "checks"))
+    grown = sum(many[part] - few[part] for part in SITE_PARTS)
     assert bytes_per_token(parsed, qwen35, 40) == grown / 1600
 
 

@@ -27,11 +27,6 @@ def test_the_sign_of_zero_is_no_wrong_code():
     assert stats.wrong_code_rate(codes, recorded).item() == pytest.approx(0.4)
 
 
-def test_grid_points_are_counted():
-    z = torch.tensor([0.0, -0.0, 0.5, -4.0, 6.0, 5.9, 2.25])
-    assert stats.on_grid_count(z).item() == 4
-
-
 def test_scale_mismatch_compares_the_kept_bits():
     own = torch.tensor([8, 9, 10, 11], dtype=torch.uint8)
     recorded = torch.tensor([8, 1, 2, 3], dtype=torch.uint8)
@@ -46,7 +41,6 @@ def test_statistics_stay_on_the_device(device):
     for value in (
         stats.flip_rate(z, q.codes & 1, 1, N),
         stats.wrong_code_rate(q.codes, q.codes),
-        stats.on_grid_count(z),
         stats.scale_mismatch(q.scales, q.scales),
     ):
         assert value.ndim == 0 and value.device.type == device.type

@@ -10,12 +10,12 @@ import pytest
 
 from tracefp4.errors import ConfigError
 from tracefp4.report import paper_figures
-from tracefp4.report.arms import MAIN_METHODS, NVFP4, POSTHOC, TABLE_TITLES, Base, arms_of, parse_arm
+from tracefp4.report.arms import MAIN_METHODS, NVFP4, POSTHOC, TABLE_TITLES, Base, arms_of, parse_arm, to_probe
 from tracefp4.report.comparison import gaps, verdict, write_comparison
 from tracefp4.report.paper_figures import FIGURES, draw_all
 from tracefp4.report.results import Evaluation, Results, RunResult, load, read_result, save
 from tracefp4.report.run_data import Series
-from tracefp4.report.tables import arm_row, build, cells, markdown, to_csv, worst_window
+from tracefp4.report.tables import arm_row, build, cells, headings, markdown, to_csv, used, worst_window
 
 BASE = Base(NVFP4, "r1-all+mid")
 ITEMS = 400
@@ -89,7 +89,10 @@ def test_tables_hold_the_rows_of_the_paper():
     assert names["t1"] == list(MAIN_METHODS)
     assert names["t3"] == ["bf16", *(f"{m}@nvfp4-w4a4" for m in ("qat", "quads", "trace")), "qat@nvfp4-kv4", "trace@nvfp4-kv4"]  # fmt: skip  # noqa: E501
     assert names["t4"] == ["bf16", *(f"{m}@mxfp4-{s}-kv4" for s in ("w4a8", "w4a4") for m in ("qat", "trace"))]
-    assert {"trace.r4-all", "trace.r1-half", "trace", "trace.r1-quarter+mid"} < set(names["t5"])
+    assert names["t5"][:2] == ["bf16", "trace"] and len(set(names["t5"])) == len(names["t5"])
+    assert {"trace.r4-all", "trace.r1-half", "trace.r1-quarter+mid", "trace.c1-all+mid-s2"} < set(names["t5"])
+    assert {arm.plan[0] for arm in arms_of("t5", Base(NVFP4, "r2-all", pulls=False))[1:]} == {"r"}
+    assert [arm.plan for arm in arms_of("t5", BASE, plans=["r3-all"])[1:]] == ["r3-all"]
     assert names["t6"] == ["bf16", "tis_sc", "tis_sc.without-tis", "trace"]
     assert names["t7"] == ["bf16", "qat", "trace"]
     assert names["main"] == names["t1"]
@@ -154,13 +157,15 @@ def test_only_common_seeds_are_paired(results):
     assert (row.seeds, row.failed) == (2, 1)
     only = np.mean(results.runs["qat"][1].last.scores) - np.mean(results.runs["bf16"][1].last.scores)
     assert row.difference == pytest.approx(100 * only)
+    assert (row.difference_seeds, cells(row)[6]) == (1, f"{row.difference:+.1f} (1 of 2 seeds)")
+    assert any("qat" in line and ", 1 seed." in line for line in verdict(results))
     notes = gaps(results)
     assert "qat, seed 2: failed. out of memory" in notes and "bf16: not run yet with seed 0." in notes
 
 
 def test_score_centering_counts_at_its_best_step(results):
     rows = build(results, "t6")
-    assert rows[1].step == "best of 20" and rows[3].step == "40"
+    assert rows[1].step == "best, at step 20" and rows[3].step == "40"
     assert rows[1].score == pytest.approx(100 * np.mean([np.mean(r.best.scores) for r in results.runs["tis_sc"]]))
 
 
@@ -187,10 +192,53 @@ def test_markdown_and_csv_hold_every_row(results):
     rows = build(results, "t1")
     text = markdown(results, "t1", rows)
     assert text.count("\n| ") == 1 + len(rows)
-    assert all(line.count("|") == 15 for line in text.splitlines() if line.startswith("| "))
+    head, *lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert all(line.count("|") == head.count("|") for line in lines)
+    names = [name.strip() for name in head.strip("|").split("|")]
+    assert len(set(names)) == len(names) == 13, "columns that no row fills are left out, and no two have one name"
     found = list(csv.DictReader(to_csv(rows).splitlines()))
     assert [float(line["score"]) for line in found] == pytest.approx([row.score for row in rows])
-    assert all(len(cells(row)) == 14 for row in rows)
+    assert all(len(cells(row)) == len(headings("qat")) for row in rows)
+    assert len(set(headings("qat"))) == len(headings("qat"))
+
+
+def test_bytes_that_left_the_engine_stand_beside_those_recorded(results):
+    for run, shipped in zip(results.runs["trace"], (100.0, 200.0, 300.0), strict=True):
+        run.series["guidance/bytes_per_token"] = Series([0, 1], [900.0, 1100.0])
+        run.series["guidance/shipped_bytes_per_token"] = Series([0, 1], [shipped, shipped])
+        run.series["guidance/saved_share"] = Series([0, 1], [0.8, 0.8])
+        run.series["guidance/pulled_share"] = Series([0, 1], [0.05, 0.07])
+        run.series["guidance/scale_check_failures"] = Series([0, 1], [0.0, 0.0])
+    head, body = used(build(results, "t1"))
+    line = dict(zip(head, body[-1], strict=True))
+    assert (line["recorded bytes a token"], line["shipped bytes a token"]) == ("1 000", "200")
+    assert (line["never shipped"], line["pulled"], line["scale checks failed"]) == ("80 %", "6 %", "0")
+
+
+def test_differences_to_another_arm(results):
+    rows = {row.method.split()[0]: row for row in build(results, "t1", "qat")}
+    trace, qat = rows["trace"], rows["qat"]
+    assert qat.against is None and qat.difference is not None
+    assert trace.against == pytest.approx(trace.score - qat.score)
+    low, high = trace.against_interval
+    assert 0 < low < trace.against < high
+    assert rows["bf16"].against == pytest.approx(-qat.difference)
+    head, body = used(list(rows.values()), "qat")
+    assert "95 % interval of the difference to qat" in head and all(len(line) == len(head) for line in body)
+    results.runs["trace"][0].warm_start = results.runs["bf16"][0].warm_start = "other"
+    with pytest.raises(ConfigError, match="'bf16' and 'qat' cannot be paired"):
+        build(results, "t1", "qat")
+    with pytest.raises(ConfigError, match="did you mean 'qat'"):
+        build(results, "t1", "qta")
+
+
+def test_an_arm_that_equals_the_reference_item_by_item_has_a_difference_of_zero(results):
+    """Only the reference itself has none; after quantization its policy is another one."""
+    for run in results.runs["bf16"]:
+        run.posthoc["nvfp4"] = list(run.last.scores)
+    reference, quantized, *_ = build(results, "t7")
+    assert reference.difference is None
+    assert quantized.difference == 0 and quantized.difference_interval == (0, 0)
 
 
 # Verdict, figures, page -----------------------------------------------------------------------------------------------
@@ -209,9 +257,42 @@ def test_verdict_of_a_valid_comparison(results):
 def test_a_reference_that_learned_nothing_makes_it_inconclusive(results):
     for run in results.runs["bf16"]:
         run.first = run.last
-    assert any("Inconclusive" in line for line in verdict(results))
+    text = " ".join(verdict(results))
+    assert "Inconclusive" in text and "is not below" not in text
     results.runs["bf16"] = [RunResult(s, "failed") for s in (0, 1, 2)]
     assert verdict(results) == ["No finished run of bf16: differences to it are not known."]
+
+
+def test_the_verdict_does_not_hang_on_the_order_of_tables(results):
+    expected = verdict(results)
+    for tables in (["t5", "t1", "t3"], ["t6", "t5", "t7"]):
+        results.tables = tables
+        results.members = {name: [a.name for a in arms_of(name, BASE)] for name in tables}
+        assert verdict(results)[:4] == expected[:4], tables
+
+
+def test_without_qat_nothing_is_ranked(results):
+    results.tables = ["t5"]
+    results.members = {"t5": [a.name for a in arms_of("t5", BASE)]}
+    text = " ".join(verdict(results))
+    assert "Inconclusive as to ranking: no finished run of qat" in text
+    assert "trace beside bf16, which ranks nothing here" in text and "is not below" not in text
+
+
+def test_the_reference_may_be_in_a_later_table(results):
+    members = {"main": arms_of("main", BASE, ["qat", "trace"]), "t7": arms_of("t7", BASE)}
+    results.tables, results.members = [*members], {n: [a.name for a in g] for n, g in members.items()}
+    text = " ".join(verdict(results))
+    assert "qat differs from bf16" in text and "(within 1.5)" in text
+
+
+def test_what_is_missing_is_said_in_the_markdown_too(results, tmp_path: Path):
+    results.runs["trace"][0].measure = None
+    results.runs["qat"][2] = RunResult(2, "failed", note="out of memory")
+    results.runs["quads"] = results.runs["quads"][:1]
+    text = write_comparison(results, tmp_path)["tables"].read_text(encoding="utf-8")
+    for said in ("fig6 (", "qat, seed 2: failed. out of memory", "quads: one seed"):
+        assert said in text
 
 
 def test_every_figure_is_drawn_or_named(results):
@@ -233,6 +314,60 @@ def test_curves_are_drawn_over_the_seeds_that_all_arms_have(results):
     for run in results.runs["qat"]:
         run.status = "failed"
     assert len(paper_figures._runs(results, arms, arms[0])) == 3
+
+
+def test_every_curve_of_a_figure_has_a_name_and_a_colour_of_its_own(results):
+    tables = {"t5": arms_of("t5", BASE), "t6": arms_of("t6", BASE), "main": arms_of("main", BASE, MAIN_METHODS)}
+    tables["main"].append(parse_arm("icepop:method=trace,correction.name=icepop", BASE))
+    tables["w4a16"] = arms_of("main", BASE, ["bf16", "qat", "qat_w4a16", "quads", "tis_sc", "trace"])
+    for name, arms in tables.items():
+        results.tables, results.members = [name], {name: [arm.name for arm in arms]}
+        results.arms = list({arm.name: arm for arm in [*results.arms, *arms]}.values())
+        for arm in arms:
+            results.runs.setdefault(arm.name, [result(0, 0.5, 1e-2)])
+        drawn = paper_figures._dynamics(results)
+        lines = [line for line in paper_figures._lines(results, drawn, "reward/mean") if not line.faint]
+        assert len(lines) == min(len(arms), 7)
+        for of in ("label", "colour"):
+            assert len({getattr(line, of) for line in lines}) == len(lines), (name, of)
+
+
+def test_arms_without_a_colour_are_named_as_left_out(results):
+    results.tables, results.members = ["t5"], {"t5": [arm.name for arm in arms_of("t5", BASE)]}
+    left = results.members["t5"][7:]
+    assert any(f"left out: {', '.join(left)}." in note for note in draw_all(results)[1])
+
+
+def test_arms_in_bfloat16_do_not_hide_the_others(results):
+    arms = [*arms_of("main", BASE, ["bf16", "qat"]), parse_arm("slow:method=bf16,optimizer.lr=1e-6", BASE)]
+    results.tables, results.members = ["main"], {"main": [arm.name for arm in arms]}
+    results.arms.append(arms[-1])
+    results.runs["slow"] = results.runs["bf16"]
+    assert [arm.name for arm in paper_figures._dynamics(results)] == ["bf16", "qat", "slow"]
+
+
+def test_the_probe_is_of_the_arm_of_the_configuration_and_its_figures_say_so(results):
+    names = [arm.name for arm in results.arms]
+    first = to_probe(results.arms)
+    assert first is not None and first.name == "trace"
+    assert names.index("trace") < names.index("trace@nvfp4-w4a4")
+    other = Base("nvfp4-kv4", "r1-all")
+    arms = [arm for name in ("t3", "t5", "t1") for arm in arms_of(name, other)]
+    chosen = to_probe([*arms_of("t3", BASE)[1:], *arms_of("t1", BASE)])
+    assert chosen is not None and chosen.name == "trace"
+    for given, expected in ((arms, "trace"), (arms_of("t1", other), f"trace@{NVFP4}"), (arms_of("t4", BASE), "trace@mxfp4-w4a8-kv4")):  # fmt: skip  # noqa: E501
+        chosen = to_probe(given)
+        assert chosen is not None and chosen.name == expected
+    assert to_probe(arms_of("main", BASE, ["bf16", "qat"])) is None
+    # An older probe of another arm is not what is drawn.
+    results.runs["trace@nvfp4-w4a4"][0].measure = results.runs["trace"][0].measure
+    results.runs["trace@nvfp4-w4a4"][0].profile = results.runs["trace"][0].profile
+    results.arms.reverse()
+    for build_figure in (paper_figures.codebook_steps, paper_figures.time_split):
+        figure = build_figure(results)
+        assert figure is not None
+        text = " ".join(item.get_text() for item in figure.axes[0].texts)
+        assert "arm trace: NVFP4 W/A + NVFP4 KV, plan r1-all+mid" in text
 
 
 def test_a_long_legend_stays_within_the_picture(results):

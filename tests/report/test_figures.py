@@ -50,6 +50,33 @@ def test_mismatch_is_on_whole_decades(write_run):
     assert math.log10(high) - math.log10(low) >= 1
 
 
+@pytest.mark.parametrize("values", [[12.0, 12.1], [0.0, 0.0], [3.0, 300.0]])
+def test_an_axis_from_zero_ends_above_its_lines(values):
+    line = Line("a", Series([0, 1], values), "blue")
+    low, high = figures.draw([Panel("p", "Length", "tokens", [line], zero=True)]).axes[0].get_ylim()
+    assert low == 0 and high >= 1.05 * max(values) and high > 0
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_small_and_large_values_of_either_sign_are_told_apart(sign):
+    """On a linear axis 0.5 and 0.7 would fall together beside 26."""
+    lines = [Line(str(v), Series([0, 1], [sign * v, sign * v]), "blue") for v in (0.5, 0.7, 26.0)]
+    axes = figures.draw([Panel("p", "Largest", "nats", lines, symlog=0.1)]).axes[0]
+    to_axes = axes.transData + axes.transAxes.inverted()
+    heights = sorted(float(to_axes.transform((0, sign * v))[1]) for v in (0.0, 0.5, 0.7, 26.0))
+    assert heights[0] >= 0 and heights[-1] <= 1 + 1e-9
+    assert min(b - a for a, b in itertools.pairwise(heights)) > 0.03
+    ticks = [tick for tick in axes.get_yticks() if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]]
+    assert [abs(tick) for tick in ticks][::sign] == [0.0, 0.1, 1.0, 10.0]
+
+
+def test_a_logarithmic_axis_of_both_signs_takes_any_values():
+    for values in ([0.0, 0.0], [-0.02, 0.01], [-5.0, 700.0]):
+        axes = figures.draw([Panel("p", "t", "u", [Line("a", Series([0, 1], values), "blue")], symlog=0.1)]).axes[0]
+        low, high = axes.get_ylim()
+        assert low <= min(values) and high >= max(values) and low < high
+
+
 def test_zeros_do_not_reach_a_logarithmic_axis():
     assert panels.positive(Series([0, 1, 2], [0.0, 1e-3, -1.0])) == Series([1], [1e-3])
 

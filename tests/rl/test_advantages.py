@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracefp4.errors import ConfigError, TaskError
-from tracefp4.rl.advantages import compute_advantages, group_advantages, overlong_penalty
+from tracefp4.rl.advantages import compute_advantages, overlong_penalty
 
 
 def test_grpo_by_hand():
@@ -14,13 +14,13 @@ def test_grpo_by_hand():
     rewards, groups = torch.tensor([1.0, 3.0, 0.0, 0.0, 1.0, 1.0]), torch.tensor([0, 7, 0, 0, 0, 7])
     a, b = 0.5 / ((1 / 3) ** 0.5 + 1e-6), 1 / (2**0.5 + 1e-6)
     expected = torch.tensor([a, b, -a, -a, a, -b])
-    torch.testing.assert_close(group_advantages(rewards, groups), expected)
+    torch.testing.assert_close(compute_advantages(rewards, groups).values, expected)
 
 
 def test_dr_grpo_leaves_the_division_out():
     rewards, groups = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4, dtype=torch.long)
     torch.testing.assert_close(
-        group_advantages(rewards, groups, norm_std=False), torch.tensor([0.75, -0.25, -0.25, -0.25])
+        compute_advantages(rewards, groups, norm_std=False).values, torch.tensor([0.75, -0.25, -0.25, -0.25])
     )
 
 
@@ -57,12 +57,12 @@ def test_overlong_penalty_enters_the_reward():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_rewards_that_are_not_numbers_are_refused(value):
     with pytest.raises(TaskError, match="sample 1"):
-        group_advantages(torch.tensor([0.0, value]), torch.zeros(2, dtype=torch.long))
+        compute_advantages(torch.tensor([0.0, value]), torch.zeros(2, dtype=torch.long))
 
 
 def test_bad_shapes_and_buffers_are_refused():
     with pytest.raises(TaskError, match="two equal vectors"):
-        group_advantages(torch.ones(3), torch.zeros(2, dtype=torch.long))
+        compute_advantages(torch.ones(3), torch.zeros(2, dtype=torch.long))
     with pytest.raises(ConfigError, match="length of every response"):
         compute_advantages(torch.ones(2), torch.zeros(2, dtype=torch.long), overlong_buffer=4, max_length=8)
     with pytest.raises(ConfigError, match="buffer of 9"):
@@ -76,8 +76,8 @@ def test_bad_shapes_and_buffers_are_refused():
 def test_sums_to_zero_and_ignores_order_of_samples(samples, _):
     groups = torch.tensor([g for g, _ in samples])
     rewards = torch.tensor([r for _, r in samples])
-    values = group_advantages(rewards, groups, norm_std=False)
+    values = compute_advantages(rewards, groups, norm_std=False).values
     for g in groups.unique():
         assert abs(float(values[groups == g].double().sum())) < 1e-4
     order = torch.randperm(len(samples))
-    torch.testing.assert_close(group_advantages(rewards[order], groups[order], norm_std=False), values[order])
+    torch.testing.assert_close(compute_advantages(rewards[order], groups[order], norm_std=False).values, values[order])

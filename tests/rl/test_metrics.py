@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tracefp4.errors import TaskError
-from tracefp4.rl.metrics import k3, mismatch_by_position, mismatch_details, mismatch_metrics, token_deltas
+from tracefp4.rl.metrics import k3, mismatch_metrics, token_deltas, token_positions
 
 
 def test_metrics_by_hand():
@@ -44,23 +44,25 @@ def test_deltas_skip_what_is_not_response():
     assert deltas.tolist() == [0.5, -1.0]
 
 
-def test_details_by_hand():
-    details = mismatch_details([math.log(3.0), 0.0])
-    assert details["mismatch/k1"] == pytest.approx(-math.log(3) / 2)
-    assert details["mismatch/prob_error"] == pytest.approx(2.0)
-    assert details["mismatch/beyond_2x"] == 0.5
-    assert details["mismatch/ess"] == pytest.approx(16 / (10 * 2))
-    assert math.isfinite(mismatch_details([800.0, 0.0])["mismatch/ess"])
-
-
 def test_positions_are_bucketed():
-    rows = mismatch_by_position([[0.0] * 3, [0.0, 0.0, 1.0, 1.0]], edges=(0, 2, 4))
-    assert [(r["from"], r["tokens"]) for r in rows] == [(0, 4), (2, 3)]
-    assert rows[0]["mean_abs"] == 0.0
-    assert rows[1]["mean_abs"] == pytest.approx(2 / 3)
+    deltas = np.concatenate([np.zeros(64), np.ones(3), [0.0, 2.0]])
+    positions = [*range(67), 0, 300]
+    metrics = mismatch_metrics(deltas, "_unguided", positions)
+    found = {name: value for name, value in metrics.items() if "/from_" in name}
+    assert found == {
+        "mismatch_kl_unguided/from_0": 0.0,
+        "mismatch_kl_unguided/from_64": pytest.approx(math.e - 2),
+        "mismatch_kl_unguided/from_256": pytest.approx(math.exp(2) - 3),
+    }
+    assert not any("/from_" in name for name in mismatch_metrics(deltas))
+
+
+def test_positions_count_from_the_start_of_each_response():
+    response = torch.tensor([[False, False, True, True], [True, True, True, False]])
+    places = response.flatten().nonzero().squeeze(-1)
+    assert token_positions(response, places).tolist() == [0, 1, 0, 1, 2]
 
 
 def test_no_tokens_is_an_error():
-    for function in (mismatch_metrics, mismatch_details, mismatch_by_position):
-        with pytest.raises(TaskError, match="no response tokens"):
-            function([])
+    with pytest.raises(TaskError, match="no response tokens"):
+        mismatch_metrics([])

@@ -41,6 +41,7 @@ TRAINED = {
     "entropy",
     "mismatch_kl/mean",
     "mismatch_kl/max",
+    "mismatch_kl/from_0",
     "logprob_diff/min",
     "logprob_diff/max",
     "logprob_diff/mean_abs",
@@ -52,6 +53,7 @@ TRAINED = {
 GUIDED = {
     "mismatch_kl_unguided/mean",
     "mismatch_kl_unguided/max",
+    "mismatch_kl_unguided/from_0",
     "guidance/coverage",
     "guidance/bits_per_value",
     "guidance/bytes_per_token",
@@ -104,6 +106,8 @@ def test_every_method_runs_and_records_what_the_design_names(make_run: MakeRun, 
         assert metrics.keys() >= TRAINED
         assert (metrics.keys() >= GUIDED) == (method == "trace")
         assert metrics["grad_norm"] > 0
+        # Responses of four tokens are all in the first bucket.
+        assert metrics["mismatch_kl/from_0"] == pytest.approx(metrics["mismatch_kl/mean"])
     assert all(math.isfinite(v) for m in steps for v in m.values())
     assert [m["weight_version"] for m in steps] == [1, 2]
     evaluations = [line for line in _lines(run) if "eval/chain_sum/pass@1" in line]
@@ -313,6 +317,15 @@ def test_a_stop_without_a_checkpoint_is_said(make_run: MakeRun) -> None:
     assert not (run.folder / "checkpoints").exists()
 
 
+def test_a_resumed_run_began_from_the_start_of_its_checkpoint(make_run: MakeRun) -> None:
+    """Not from what the same settings make on the machine that it goes on with."""
+    base = ("warm_start.steps=0", "eval.items=0")
+    run = make_run("steps=1", *base)
+    run.start = dataclasses.replace(run.start, name="elsewhere")
+    _train(run)
+    assert make_run("steps=2", *base).start.name == "elsewhere"
+
+
 def test_other_settings_refuse_to_resume(make_run: MakeRun) -> None:
     base = ("warm_start.steps=0", "eval.items=0")
     _train(make_run("steps=1", *base))
@@ -320,6 +333,14 @@ def test_other_settings_refuse_to_resume(make_run: MakeRun) -> None:
     for change in ("optimizer.lr=2e-4", "seed=1", "method=qat", "warm_start.steps=1"):
         with pytest.raises(CheckpointError, match="other settings"):
             make_run("steps=9", *base, change)
+
+
+def test_a_run_whose_learning_rate_falls_towards_its_end_keeps_its_length(make_run: MakeRun) -> None:
+    base = ("warm_start.steps=0", "eval.items=0", "optimizer.schedule=linear")
+    _train(make_run("steps=2", *base), stop_after=1)
+    assert make_run("steps=2", *base).step == 1
+    with pytest.raises(CheckpointError, match="other settings"):
+        make_run("steps=9", *base)
 
 
 def test_the_time_budget_evaluates_and_stops(make_run: MakeRun) -> None:

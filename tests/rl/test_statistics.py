@@ -7,7 +7,6 @@ from tracefp4.errors import TaskError
 from tracefp4.rl.statistics import (
     cluster_sums,
     crossed_bootstrap,
-    difference_bootstrap,
     mean_bootstrap,
     ratio_bootstrap,
     wilson,
@@ -58,17 +57,6 @@ def test_coverage_of_the_ratio_interval():
     assert naive_hits / trials < 0.5  # an interval over tokens is far too narrow: the reason for resampling prompts
 
 
-def test_paired_difference_cancels_what_is_common():
-    rng = np.random.default_rng(4)
-    hard = rng.exponential(5.0, 60)
-    size = np.full(60, 10.0)
-    better, worse = hard, hard + rng.normal(0.3, 0.2, 60)
-    paired = difference_bootstrap((worse, size), (better, size))
-    assert paired.low > 0
-    separate = [ratio_bootstrap(a, size) for a in (better, worse)]
-    assert separate[0].high > separate[1].low
-
-
 def test_a_single_cluster_has_no_interval():
     interval = ratio_bootstrap([2.0], [4.0])
     assert (interval.estimate, interval.low, interval.high) == (0.5, None, None)
@@ -113,7 +101,6 @@ def test_wilson_covers():
         (lambda: ratio_bootstrap([1.0, 1.0], [1.0, 1.0], confidence=95), "usual: 0.95"),
         (lambda: cluster_sums([1.0], [1, 2]), "one for one"),
         (lambda: wilson(3, 2), "3 successes of 2"),
-        (lambda: difference_bootstrap(([1.0], [1.0]), ([1.0, 2.0], [1.0, 1.0])), "same prompts"),
     ],
 )
 def test_impossible_requests_are_refused(call, message):

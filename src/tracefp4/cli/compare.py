@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tracefp4.cli.console import JsonOption, emit, stderr_console
 from tracefp4.cli.jobs import Job, Step, run_jobs
-from tracefp4.errors import ConfigError
-from tracefp4.report.arms import PLANS, POSTHOC, REFERENCE, Arm, Base, arms_of, parse_arm
+from tracefp4.errors import ConfigError, suggest
+from tracefp4.report.arms import PLANS, POSTHOC, REFERENCE, Arm, Base, arms_of, parse_arm, to_probe
 from tracefp4.report.results import Results, collect, complete, load, run_folder
 
 if TYPE_CHECKING:
@@ -30,11 +30,17 @@ def run(
         str,
         typer.Option(help="Tables of the paper: t1, t3, t4, t5, t6, t7, separated by commas. Default: the methods."),
     ] = "",
-    plans: Annotated[str, typer.Option(help="Plans of table t5, separated by commas.")] = ",".join(PLANS),
+    plans: Annotated[
+        str,
+        typer.Option(help=f"Plans of table t5, separated by commas. Default: the configuration's, {', '.join(PLANS)}."),
+    ] = "",
     arm: Annotated[
         list[str] | None, typer.Option(help="Another arm, NAME:method=...,key=value; may be repeated.")
     ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="Override for all runs; may be repeated.")] = None,
+    against: Annotated[
+        str, typer.Option(help="Arm whose differences the tables show besides those to bf16, such as qat.")
+    ] = "",
     only: Annotated[
         list[str] | None, typer.Option(help="Run only this arm, as NAME or NAME/SEED; may be repeated.")
     ] = None,
@@ -65,7 +71,7 @@ def run(
     members = _members(names, tree, _words(methods), _words(plans), arm or [])
     arms = list({found.name: found for group in members.values() for found in group}.values())
     numbers = _seeds(seeds)
-    _check(config, shared, arms)
+    _check(config, shared, arms, against)
     _claim(target, tree)
     console = stderr_console()
 
@@ -82,19 +88,19 @@ def run(
     )
     for path in also or []:
         complete(results, load(path))
-    _finish(results, target, failed, as_json, note)
+    _finish(results, target, failed, as_json, against)
     if failed:
         raise typer.Exit(1)
 
 
-def _finish(results: Results, target: Path, failed: list[str], as_json: bool, note: Any) -> None:
+def _finish(results: Results, target: Path, failed: list[str], as_json: bool, against: str) -> None:
     from tracefp4.report.comparison import verdict, write_comparison
 
     done = sum(len(results.done(arm.name)) for arm in results.arms)
     if not done:
         emit({"done": 0, "failed": failed}, as_json=as_json, text="no run is finished: there is nothing to show")
         return
-    paths = write_comparison(results, target)
+    paths = write_comparison(results, target, against)
     said = verdict(results)
     data = {"done": done, "failed": failed, "verdict": said, **{name: str(path) for name, path in paths.items()}}
     emit(data, as_json=as_json, text="\n".join([*said, f"{done} runs; page: {paths['page']}"]))
@@ -104,7 +110,9 @@ def _members(
     names: Sequence[str], tree: Config, methods: Sequence[str], plans: Sequence[str], own: Sequence[str]
 ) -> dict[str, list[Arm]]:
     """Arms of each table; arms of the user's own are rows of the first."""
-    base = Base(tree.spec, tree.plan)
+    # Training refuses checked plans where the engine serves no pulls, and congruent scales of older weights.
+    pulls = tree.engine == "embedded" and not min(tree.train.lag, tree.train.guided_lag)
+    base = Base(tree.spec, tree.plan, pulls)
     members = {name: arms_of(name, base, methods, plans) for name in names}
     members[names[0]] += [parse_arm(text, base) for text in own]
     for name, group in members.items():
@@ -113,8 +121,10 @@ def _members(
     return members
 
 
-def _check(config: Path, shared: list[str], arms: Sequence[Arm]) -> None:
+def _check(config: Path, shared: list[str], arms: Sequence[Arm], against: str) -> None:
     """Refuse every arm that training would refuse, before anything runs."""
+    if against and against not in {found.name for found in arms}:
+        raise ConfigError(f"--against {against!r} names no arm{suggest(against, [found.name for found in arms])}")
     from tracefp4 import config as settings
     from tracefp4.formats.spec import get_spec
     from tracefp4.methods import get_method
@@ -165,9 +175,9 @@ def _jobs(shared: _Shared, arms: Sequence[Arm], seeds: Sequence[int], tables: Se
 
     One run of trace is probed for figures 6 and 10; those of the reference are quantized for table t7.
     """
-    first = next((arm.name for arm in arms if arm.name.partition("@")[0] == "trace"), None) if probe else None
+    probed = to_probe(arms) if probe else None
     return [
-        shared.job(arm, seed, arm.name == REFERENCE and "t7" in tables, (arm.name, seed) == (first, seeds[0]))
+        shared.job(arm, seed, arm.name == REFERENCE and "t7" in tables, arm == probed and seed == seeds[0])
         for seed in seeds
         for arm in arms
     ]

@@ -75,8 +75,9 @@ def _lead(tree: Config, ranks: Ranks, as_json: bool) -> None:
         trainer = Run(tree, note=say, warm_progress=lambda step, loss: warm.advance(), ranks=ranks)
     with closing(trainer):
         trainer.describe(say)
-        facts = {"environment": environment(), "policy": trainer.source, "warm_start": trainer.warm_start_hash}
-        update_summary(tree.output_dir, facts)
+        start = trainer.start
+        facts = {"warm_start": start.name, "warm_start_seconds": round(start.seconds, 1)}
+        update_summary(tree.output_dir, {"environment": environment(), "policy": trainer.source, **facts})
         with LiveMetrics(tree.steps, start=trainer.step) as live, _stop_on_interrupt() as stop:
             trainer.note = live.note
             trainer.train(live.update, lambda: stop.asked)

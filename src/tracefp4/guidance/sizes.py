@@ -17,7 +17,9 @@ from tracefp4.guidance.layout import align as _align
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import record_bytes
 
-PARTS = ("codes", "block_scales", "global_scales", "checks", "routes", "valid", "header", "alignment")
+SITE_PARTS = ("codes", "code_checks", "block_scales", "global_scales", "checks")
+"""Parts of a site: bits of its codes, or in a checked plan their checks; its scales, and the checks of these."""
+PARTS = (*SITE_PARTS, "routes", "valid", "header", "alignment")
 """Parts of a frame, in the order of the tables below."""
 
 
@@ -75,16 +77,18 @@ def account(frame: bytes | bytearray | memoryview, label: str = "guidance frame"
 
 
 def by_kind(header_or_frame: Header | bytes | bytearray | memoryview) -> dict[str, dict[str, int]]:
-    """Bytes of codes, block scales, global scales and checks for each kind of site of a frame."""
+    """Bytes of each of :data:`SITE_PARTS` for each kind of site of a frame."""
     header = header_or_frame
     if not isinstance(header, Header):
         header = open_frame(memoryview(header).cast("B"), "guidance frame")[0]
     out: dict[str, dict[str, int]] = {}
+    # A frame holds the checks of a site's codes in the place of the codes.
+    first = "code_checks" if Plan.parse(header.plan).checked else "codes"
     for site in header.sites:
-        line = out.setdefault(site.kind, dict.fromkeys(PARTS[:4], 0))
-        for part in PARTS[:4]:
+        line = out.setdefault(site.kind, dict.fromkeys(SITE_PARTS, 0))
+        for part in ("codes", "block_scales", "global_scales", "checks"):
             section = getattr(site, part)
-            line[part] += section[1] if section is not None else 0
+            line[first if part == "codes" else part] += section[1] if section is not None else 0
     return out
 
 

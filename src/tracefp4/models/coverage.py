@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -82,15 +82,6 @@ class Coverage:
     def quantized_parameters(self) -> int:
         """Parameters that a format stores."""
         return sum(row.values for row in self.rows if row.kind in ("gate_up", "down") and row.format != BF16)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {
-            "spec": self.spec,
-            "parameters": self.parameters,
-            "quantized_parameters": self.quantized_parameters,
-            "rows": [asdict(row) for row in self.rows],
-        }
 
 
 @dataclass(slots=True)

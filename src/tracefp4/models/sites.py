@@ -139,20 +139,6 @@ class Heads(NamedTuple):
     window: int | None
 
 
-class HeadsSite(AttentionSite, Protocol):
-    """An :class:`AttentionSite` that can take queries, keys and values as they were projected."""
-
-    def attend_heads(
-        self, module: nn.Module, heads: Heads, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
-    ) -> Tensor | None:
-        """Norms, rotary embedding and :meth:`attend`; arguments are those of :func:`tracefp4.models.heads.attend`.
-
-        Returns:
-            ``(B, S, Hq, Dv)``, or ``None`` where there is no kernel for it and nothing was done.
-        """
-        ...
-
-
 class DeltaSite(Protocol):
     """What the forward of a gated delta net asks for."""
 

@@ -21,16 +21,6 @@ LARGEST_E8M0 = 254
 """Largest E8M0 scale byte, 2^127."""
 
 
-def reduce_scales(scales: Tensor, bits: int) -> Tensor:
-    """Low ``bits`` (2 or 3) bits of scale bytes, uint8 in the shape of ``scales``.
-
-    Raises:
-        FormatError: other bits, or ``scales`` is not uint8.
-    """
-    _check(scales, bits)
-    return scales & ((1 << bits) - 1)
-
-
 def restore_scales(own: Tensor, low: Tensor, bits: int, largest: int = LARGEST_E4M3) -> Tensor:
     """The byte in ``0..largest`` nearest to ``own`` whose low bits are ``low``; ties go to the smaller byte.
 

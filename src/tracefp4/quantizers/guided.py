@@ -18,9 +18,8 @@ What names a neighbour. Codes ``k`` and ``k + 1`` are adjacent magnitudes:
 ``bits=1``  ``k mod 2``, the mantissa bit: adjacent magnitudes alternate, so it names exactly one end.
 
 Edges. ``|z| = 6``, also after the clip, has the bracket 4, 6. A ``z`` exactly on a grid point below 6 is its own
-bracket and stays, whatever was recorded (:func:`tracefp4.quantizers.stats.on_grid` finds those). Where the rollout's
-block scale is 0, the code is 0. A NaN of the trainer's marks its block (scale byte NaN) instead of being rounded to
-something finite.
+bracket and stays, whatever was recorded. Where the rollout's block scale is 0, the code is 0. A NaN of the trainer's
+marks its block (scale byte NaN) instead of being rounded to something finite.
 
 Other decoders. ``nearest``: the congruent magnitude nearest to ``z`` in the whole codebook. ``map``: the one whose
 rounding cell is nearest, which is the most probable code under a small symmetric error. ``replay``: the recorded code,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tracefp4.formats import e2m1
 from tracefp4.formats.blocks import encode
 from tracefp4.formats.numerics import Numerics
 
@@ -45,17 +44,6 @@ def wrong_codes(codes: Tensor, recorded: Tensor, bits: int = 4, element: str = "
 def wrong_code_rate(codes: Tensor, recorded: Tensor) -> Tensor:
     """Share of :func:`wrong_codes`, float32."""
     return wrong_codes(codes, recorded).float().mean()
-
-
-def on_grid(z: Tensor) -> Tensor:
-    """Values exactly on a grid point below 6, zero included: guided rounding leaves them where they are. Bool."""
-    lower, upper = e2m1.bracket(z)
-    return lower == upper
-
-
-def on_grid_count(z: Tensor) -> Tensor:
-    """Number of :func:`on_grid` values, int64."""
-    return on_grid(z).sum()
 
 
 def scale_mismatch(own: Tensor, recorded: Tensor, scale_bits: int = 8) -> Tensor:

@@ -11,7 +11,8 @@ main   the methods that were asked for, under the configuration's own spec and p
 t1     all methods, NVFP4 weights, activations and KV cache
 t3     NVFP4 for weights and activations only, and for the KV cache only
 t4     MXFP4 weights and cache with MXFP8 or MXFP4 activations
-t5     plans of guidance: four to one bits in every layer, one bit in half and in a quarter, with the down projection
+t5     plans of guidance: the configuration's own, four to one bits in every layer, one bit in half and in a quarter,
+       with the down projection, and checks in the place of bits
 t6     truncated importance sampling with score centering, at its best step, and score centering alone
 t7     post-hoc quantization of the policy that was trained in bfloat16, beside the FP4 policies
 =====  ================================================================================================================
@@ -29,8 +30,9 @@ REFERENCE = "bf16"
 MAIN_METHODS = ("bf16", "qat", "qarl", "quads", "tis_sc", "trace")
 PLANS = (
     *("r4-all", "r3-all", "r2-all", "r1-all", "r1-half", "r1-quarter"),
-    *("r1-all+mid", "r1-half+mid", "r1-quarter+mid"),
+    *("r1-all+mid", "r1-half+mid", "r1-quarter+mid", "c1-all+mid/s2"),
 )
+"""Plans of table t5 besides the configuration's own."""
 POSTHOC = ("nvfp4", "4over6-mse", "4over6-mae", "4over6-absmax", "hscale")
 """Methods of post-hoc quantization, in the order of table t7."""
 NVFP4 = "nvfp4-w4a4-kv4"
@@ -80,6 +82,13 @@ class Base:
 
     spec: str
     plan: str
+    pulls: bool = True
+    """Whether its runs may follow checked plans with congruent scales."""
+
+    def plans(self) -> list[str]:
+        """Plans of table t5 where none are named, the configuration's own first."""
+        own = [] if self.plan == "none" else [self.plan]
+        return list(dict.fromkeys([*own, *(plan for plan in PLANS if self.pulls or plan[0] != "c")]))
 
     def arm(self, method: str, spec: str | None = None, plan: str | None = None, *extra: str, suffix: str = "") -> Arm:
         """An arm; ``spec`` and ``plan`` that are those of the configuration leave no trace in its name."""
@@ -96,14 +105,14 @@ class Base:
         return Arm(name, label, shown_spec, shown_plan, (*settings, *extra))
 
 
-def arms_of(table: str, base: Base, methods: Sequence[str] = MAIN_METHODS, plans: Sequence[str] = PLANS) -> list[Arm]:
+def arms_of(table: str, base: Base, methods: Sequence[str] = MAIN_METHODS, plans: Sequence[str] = ()) -> list[Arm]:
     """The arms of a table, the reference first.
 
     Args:
         table: a key of :data:`TABLE_TITLES`.
         base: spec and plan of the shared configuration.
         methods: of the tables ``main`` and ``t1``.
-        plans: of table ``t5``.
+        plans: of table ``t5``; by default those of :meth:`Base.plans`.
 
     Raises:
         ConfigError: no such table.
@@ -117,7 +126,7 @@ def arms_of(table: str, base: Base, methods: Sequence[str] = MAIN_METHODS, plans
             *(base.arm(method, "nvfp4-kv4") for method in ("qat", "trace")),
         ],
         "t4": [base.arm(m, spec) for spec in ("mxfp4-w4a8-kv4", "mxfp4-w4a4-kv4") for m in ("qat", "trace")],
-        "t5": [base.arm("trace", NVFP4, plan) for plan in plans],
+        "t5": [base.arm("trace", NVFP4, plan) for plan in plans or base.plans()],
         "t6": [
             base.arm("tis_sc", NVFP4),
             base.arm("tis_sc", NVFP4, None, "correction.name=none", suffix="without-tis"),
@@ -129,6 +138,17 @@ def arms_of(table: str, base: Base, methods: Sequence[str] = MAIN_METHODS, plans
         raise ConfigError(f"unknown table {table!r}{suggest(table, rows)}")
     found = rows[table]
     return found if table == "main" else [reference, *(arm for arm in found if arm.name != REFERENCE)]
+
+
+def to_probe(arms: Sequence[Arm]) -> Arm | None:
+    """The arm of trace whose run is measured and profiled; ``None`` where there is none.
+
+    Best that of the configuration's own spec and plan, which nothing is added to the name of, then joint NVFP4 under
+    its own plan, then the first of the others.
+    """
+    found = {arm.name: arm for arm in arms if arm.plan}
+    ranked = [*(name for name in ("trace", f"trace@{NVFP4}") if name in found), *found]
+    return found[ranked[0]] if ranked else None
 
 
 def parse_arm(text: str, base: Base) -> Arm:

@@ -6,7 +6,8 @@
     fig1.png ...            the figures
 
 The verdict says first whether the experiment can tell methods apart at all: the reference has to have learned, and
-plain quantization-aware training has to differ from it. Where one of the two fails it is called inconclusive.
+plain quantization-aware training has to differ from it. Where one of the two fails, or was not run, it is called
+inconclusive, and nothing is said of how methods rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tracefp4.report.arms import REFERENCE, TABLE_TITLES
 from tracefp4.report.paper_figures import Drawing, draw_all
 from tracefp4.report.results import Results, RunResult, save
 from tracefp4.report.run_report import write_text
-from tracefp4.report.tables import HEADINGS, WINDOW, Row, arm_row, build, cells, learned, markdown, to_csv
+from tracefp4.report.tables import WINDOW, Row, arm_row, build, learned, markdown, to_csv, used
 
 HALF_WIDTH = 3.0
 """Points: intervals of differences that are wider cannot rank methods."""
@@ -28,44 +29,54 @@ TAIL_RATIO = 1.5
 """The tail of the log-prob differences may exceed that of the reference by this factor."""
 
 
-def write_comparison(results: Results, out: Path) -> dict[str, Path]:
+def write_comparison(results: Results, out: Path, against: str = "") -> dict[str, Path]:
     """Write tables, figures and page.
 
     Args:
         results: of the comparison.
         out: folder; files of an earlier call are replaced.
+        against: name of an arm whose differences the tables show besides those to the reference.
 
     Returns:
         Paths by name: ``results``, ``page``, ``tables``, and each figure.
 
     Raises:
-        ConfigError: runs that must not be paired, matplotlib is missing, or the folder cannot be written.
+        ConfigError: runs that must not be paired, no arm called ``against``, matplotlib is missing, or the folder
+            cannot be written.
     """
-    tables = {name: build(results, name) for name in results.tables}
+    tables = {name: build(results, name, against) for name in results.tables}
     drawings, notes = draw_all(results)
+    notes += gaps(results)
     save(results, out / "results.json")
     said = verdict(results)
     lines = ["# Comparison", "", *(f"- {text}" for text in said), ""]
     for name, rows in tables.items():
-        lines += [markdown(results, name, rows)]
+        lines += [markdown(results, name, rows, against)]
         write_text(out / f"{name}.csv", to_csv(rows))
+    if notes:
+        lines += ["## Notes", "", *(f"- {text}" for text in notes), ""]
     write_text(out / "tables.md", "\n".join([*lines, "## Runs", "", *_command_lines(results)]) + "\n")
     paths = {"results": out / "results.json", "page": out / "index.html", "tables": out / "tables.md"}
     for drawing in drawings:
         paths[drawing.name] = out / f"{drawing.name}.png"
         _write_png(drawing, paths[drawing.name])
-    write_text(paths["page"], render(results, tables, drawings, [*notes, *gaps(results)], said))
+    write_text(paths["page"], render(results, tables, drawings, notes, said, against))
     return paths
 
 
 def render(
-    results: Results, tables: dict[str, list[Row]], drawings: Sequence[Drawing], notes: Sequence[str], said: list[str]
+    results: Results,
+    tables: dict[str, list[Row]],
+    drawings: Sequence[Drawing],
+    notes: Sequence[str],
+    said: list[str],
+    against: str = "",
 ) -> str:
     """The page as text."""
     plots = [(d.title, figures.to_svg(d.figure, f"comparison-{d.name}")) for d in drawings]
     sections = [html.verdict(said)]
     for name, rows in tables.items():
-        head, body = _used(rows)
+        head, body = used(rows, against)
         sections.append(html.section(TABLE_TITLES[name], html.table(head, body, numbers=range(2, len(head)))))
     sections += [
         html.section("Figures", *(html.plots([plot]) for plot in plots)),
@@ -86,26 +97,23 @@ def verdict(results: Results) -> list[str]:
     gained = all(gain.low is not None and gain.low > 0 for gain in gains) and bool(gains)
     text = ", ".join(f"{gain.estimate:+.1f}" for gain in gains)
     said.append(f"{REFERENCE} {'learned' if gained else 'did not clearly learn'}: {text} points by seed.")
-    first = results.members[results.tables[0]]
-    rows = {name.partition("@")[0]: arm_row(results, results.arm(name)) for name in reversed(first)}
+    rows = {name.partition("@")[0]: arm_row(results, results.arm(name)) for name in reversed(_judged(results))}
     qat = rows.get("qat")
-    if qat is not None and qat.difference is not None:
+    if qat is None or qat.difference is None:
+        ranks = False
+        said.append(
+            f"Inconclusive as to ranking: no finished run of qat stands beside one of {REFERENCE}, so nothing shows "
+            "that FP4 costs anything here."
+        )
+    else:
         differs = _excludes_zero(qat.difference_interval)
+        ranks = gained and differs
         said.append(f"qat {'differs' if differs else 'does not clearly differ'} from {REFERENCE}: {_difference(qat)}.")
-        if not (gained and differs):
+        if not ranks:
             said.append("Inconclusive: change the task or the length before ranking methods.")
     trace = rows.get("trace")
     if trace is not None and trace.difference is not None:
-        high = trace.difference_interval[1]
-        word = "is below" if high is not None and high < 0 else "is not below"
-        said.append(f"trace {word} {REFERENCE} by more than its interval: {_difference(trace)}.")
-        reference = rows[REFERENCE]
-        if trace.tail is not None and reference.tail:
-            ratio = trace.tail / reference.tail
-            said.append(
-                f"p99.9 of the log-prob difference of trace, worst {WINDOW} steps: {ratio:.2f} times that of "
-                f"{REFERENCE} ({'within' if ratio <= TAIL_RATIO else 'beyond'} {TAIL_RATIO})."
-            )
+        said += _of_trace(trace, arm_row(results, results.arm(REFERENCE)), ranks)
     saved = [run.series["guidance/saved_share"].mean() for run in _guided(results)]
     if saved:
         share = figures.share_text(sum(saved) / len(saved))
@@ -113,6 +121,32 @@ def verdict(results: Results) -> list[str]:
     wide = [f"{name} ({_half(row):.1f})" for name, row in rows.items() if (_half(row) or 0.0) > HALF_WIDTH]
     if wide:
         said.append(f"Intervals wider than +-{HALF_WIDTH:g} points, too wide to rank: {', '.join(wide)}.")
+    return said
+
+
+def _judged(results: Results) -> list[str]:
+    """Arms that the verdict speaks of: those of table t1, else of the first table that holds qat, else of the first."""
+    for name in ("t1", *results.tables):
+        members = results.members.get(name, [])
+        if (name == "t1" and members) or any(arm.partition("@")[0] == "qat" for arm in members):
+            return members
+    return results.members[results.tables[0]]
+
+
+def _of_trace(trace: Row, reference: Row, ranks: bool) -> list[str]:
+    """What is said of trace; that it holds up against the reference only where the comparison ``ranks`` methods."""
+    high = trace.difference_interval[1]
+    if ranks:
+        word = "is below" if high is not None and high < 0 else "is not below"
+        said = [f"trace {word} {REFERENCE} by more than its interval: {_difference(trace)}."]
+    else:
+        said = [f"trace beside {REFERENCE}, which ranks nothing here: {_difference(trace)}."]
+    if trace.tail is not None and reference.tail:
+        ratio = trace.tail / reference.tail
+        said.append(
+            f"p99.9 of the log-prob difference of trace, worst {WINDOW} steps: {ratio:.2f} times that of "
+            f"{REFERENCE} ({'within' if ratio <= TAIL_RATIO else 'beyond'} {TAIL_RATIO})."
+        )
     return said
 
 
@@ -135,16 +169,9 @@ def gaps(results: Results) -> list[str]:
     return notes
 
 
-def _used(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells without the columns that no row fills."""
-    body = [cells(row) for row in rows]
-    used = [i for i in range(len(HEADINGS)) if any(line[i] for line in body)]
-    return [HEADINGS[i] for i in used], [[line[i] or "-" for i in used] for line in body]
-
-
 def _commands(results: Results) -> str:
     rows = [
-        [name, str(run.seed), run.status, f"{run.seconds / 60:.1f}", run.warm_start[:12], run.command]
+        [name, str(run.seed), run.status, f"{run.seconds / 60:.1f}", run.warm_start, run.command]
         for name, runs in results.runs.items()
         for run in runs
         if run.status != "missing"
@@ -174,7 +201,7 @@ def _excludes_zero(interval: tuple[float | None, float | None]) -> bool:
 def _difference(row: Row) -> str:
     low, high = row.difference_interval
     where = "" if low is None or high is None else f", 95 % interval {low:+.1f} to {high:+.1f}"
-    return f"{row.difference:+.1f} points{where}, {row.seeds} seed{'s' if row.seeds > 1 else ''}"
+    return f"{row.difference:+.1f} points{where}, {row.difference_seeds} seed{'s' if row.difference_seeds > 1 else ''}"
 
 
 def _half(row: Row) -> float | None:

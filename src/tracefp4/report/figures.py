@@ -75,6 +75,8 @@ class Panel:
     unit: str
     lines: list[Line]
     log: bool = False
+    symlog: float = 0.0
+    """Logarithmic beyond this size and linear below it, for values of either sign; 0 is off."""
     percent: bool = False
     zero: bool = False
     """Start the vertical axis at 0."""
@@ -238,6 +240,8 @@ def _draw_panel(axes: Axes, panel: Panel, inches: tuple[float, float]) -> None:
     heading(axes, panel.title, panel.unit, inches)
     if panel.log:
         axes.set_yscale("log")
+    elif panel.symlog:
+        axes.set_yscale("symlog", linthresh=panel.symlog, linscale=0.4)
     if panel.stacked:
         _draw_stack(axes, panel)
     else:
@@ -250,11 +254,14 @@ def _draw_panel(axes: Axes, panel: Panel, inches: tuple[float, float]) -> None:
     axes.margins(x=0.01)
     if panel.log:
         _whole_decades(axes)
+    elif panel.symlog:
+        _decades_of_both_signs(axes, panel.symlog)
     elif panel.zero:
-        axes.set_ylim(bottom=0)
+        # The margin that an axis has by itself is a share of the range of the lines, which may be narrow.
+        axes.set_ylim(0, 1.05 * max(axes.dataLim.y1, *(level for _, level in panel.levels), 0.0) or 1.0)
     if panel.percent:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
-    elif not panel.log:
+    elif not (panel.log or panel.symlog):
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
     _label_ends(axes, panel, inches[1])
 
@@ -263,6 +270,30 @@ def _whole_decades(axes: Axes) -> None:
     """End a logarithmic axis at powers of ten: an axis within one decade would have no readable ticks."""
     low, high = axes.get_ylim()
     axes.set_ylim(10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high)))
+
+
+def _decades_of_both_signs(axes: Axes, threshold: float) -> None:
+    """Ticks at 0 and the powers of ten from ``threshold`` on; the axis ends at half decades, on one side maybe at 0."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter
+
+    low, high = axes.dataLim.y0, axes.dataLim.y1
+    ends = [_outward(size, threshold) for size in (max(-low, 0.0), max(high, 0.0))]
+    if not any(ends):
+        ends[1] = threshold
+    axes.set_ylim(-ends[0], ends[1])
+    largest = math.floor(math.log10(max(ends) / threshold) + 1e-9)
+    sizes = [threshold * 10.0**power for power in range(largest + 1)]
+    axes.yaxis.set_major_locator(FixedLocator([-size for size in reversed(sizes)] + [0.0] + sizes))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(FixedLocator([]))
+
+
+def _outward(size: float, threshold: float) -> float:
+    """The next half decade above ``threshold`` that holds ``size`` with some room; 0 for 0."""
+    if size == 0:
+        return 0.0
+    halves = 2 * math.log10(max(1.1 * size, threshold) / threshold)
+    return threshold * 10.0 ** (math.ceil(halves - 1e-9) / 2)
 
 
 def _draw_line(axes: Axes, line: Line) -> None:

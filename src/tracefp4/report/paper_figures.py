@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tracefp4.report.arms import POSTHOC, REFERENCE, SPEC_NAMES, Arm
+from tracefp4.report.arms import POSTHOC, REFERENCE, SPEC_NAMES, Arm, to_probe
 from tracefp4.report.bars import Bars, draw_bars
 from tracefp4.report.compare import mean_series
 from tracefp4.report.figures import SERIES_COLOURS, Line, Panel, draw
@@ -44,13 +44,17 @@ PROFILE_PARTS = {
 COLOURS = {
     "bf16": "ink",
     "qat": "orange",
-    "qat_w4a16": "amber",
+    "qat_w4a16": "sky",
     "qarl": "purple",
     "quads": "amber",
     "tis_sc": "green",
     "trace": "blue",
 }
-"""A method has one colour in every figure."""
+"""A method has one colour in every figure; the reference has one that no other arm is given."""
+MOST = len(SERIES_COLOURS)
+"""Arms besides the reference that a figure can tell apart."""
+THRESHOLD = 0.1
+"""Nats: extremes of the log-prob difference are drawn linearly below."""
 
 
 @dataclass(slots=True)
@@ -71,16 +75,64 @@ def draw_all(results: Results) -> tuple[list[Drawing], list[str]]:
             notes.append(f"{name} ({title}) is left out: its data were not recorded.")
         else:
             drawings.append(Drawing(name, title, figure))
+    table, left = _first(results), [arm.name for arm in _of_table(results)[_limit(_of_table(results)) :]]
+    if left:
+        notes.append(f"Curves show {MOST} arms of table {table} beside {REFERENCE}; left out: {', '.join(left)}.")
     return drawings, notes
 
 
+def _first(results: Results) -> str:
+    """The table whose arms are drawn together."""
+    return "t1" if results.members.get("t1") else results.tables[0]
+
+
+def _of_table(results: Results) -> list[Arm]:
+    """Finished arms of the first table, under the first of its specs; those in bfloat16 go with any."""
+    arms = [results.arm(name) for name in results.members[_first(results)] if results.done(name)]
+    specs = [arm.spec for arm in arms if arm.spec != "bf16"]
+    return [arm for arm in arms if arm.spec in ("bf16", *specs[:1])]
+
+
+def _limit(arms: Sequence[Arm]) -> int:
+    """How many of ``arms`` have colours of their own; the reference's is counted besides."""
+    return MOST + any(arm.name == REFERENCE for arm in arms[: MOST + 1])
+
+
 def _dynamics(results: Results) -> list[Arm]:
-    """Arms whose curves are drawn together: those of the first table, under its main spec."""
-    names = results.members.get("t1") or results.members[results.tables[0]]
-    arms = [results.arm(name) for name in names if results.done(name)]
-    specs = {arm.spec for arm in arms if arm.name != REFERENCE}
-    kept = [arm for arm in arms if arm.name == REFERENCE or len(specs) < 2 or arm.spec == sorted(specs)[0]]
-    return kept[: len(SERIES_COLOURS)]
+    """Arms whose curves are drawn together."""
+    arms = _of_table(results)
+    return arms[: _limit(arms)]
+
+
+def _colours(arms: Sequence[Arm]) -> dict[str, str]:
+    """A colour for each of up to :data:`MOST` arms and the reference, by name: its method's, or one that is free."""
+    colours: dict[str, str] = {}
+    for arm in arms:
+        colour = COLOURS.get(arm.name.partition("@")[0])
+        if colour is not None and colour not in colours.values():
+            colours[arm.name] = colour
+    free = [colour for colour in SERIES_COLOURS if colour not in colours.values()] or list(SERIES_COLOURS)
+    others = [arm.name for arm in arms if arm.name not in colours]
+    return colours | {name: free[index % len(free)] for index, name in enumerate(others)}
+
+
+def _titles(arms: Sequence[Arm]) -> dict[str, str]:
+    """What curves are called, by name of their arm: the method, and its plan where several arms have that method."""
+    methods = [arm.method for arm in arms]
+    return {arm.name: arm.label if methods.count(arm.method) > 1 else arm.method for arm in arms}
+
+
+def _probed(results: Results, kind: Callable[[RunResult], object]) -> tuple[Arm, RunResult] | None:
+    """The run whose measurement or profile is drawn, as :func:`~tracefp4.report.arms.to_probe` ranks its arm."""
+    found = [(arm, run) for arm in results.arms for run in results.runs[arm.name] if kind(run)]
+    first = to_probe([arm for arm, _ in found])
+    return next(((arm, run) for arm, run in found if first in (arm, None)), None)
+
+
+def _place(arm: Arm) -> str:
+    """Arm, spec and plan of a probe."""
+    plan = f", plan {arm.plan}" if arm.plan else ""
+    return f"arm {arm.name}: {SPEC_NAMES.get(arm.spec, arm.spec)}{plan}"
 
 
 def _runs(results: Results, arms: Sequence[Arm], arm: Arm) -> list[RunResult]:
@@ -95,8 +147,9 @@ def _runs(results: Results, arms: Sequence[Arm], arm: Arm) -> list[RunResult]:
 
 def _lines(results: Results, arms: Sequence[Arm], metric: str, *, log: bool = False, window: int = 0) -> list[Line]:
     lines: list[Line] = []
-    for index, arm in enumerate(arms):
-        colour = COLOURS.get(arm.name.partition("@")[0], SERIES_COLOURS[index % len(SERIES_COLOURS)])
+    colours, titles = _colours(arms), _titles(arms)
+    for arm in arms:
+        colour = colours[arm.name]
         members = [run.series[metric] for run in _runs(results, arms, arm) if metric in run.series]
         members = [positive(series) if log else series for series in members]
         members = [series for series in members if series]
@@ -105,26 +158,33 @@ def _lines(results: Results, arms: Sequence[Arm], metric: str, *, log: bool = Fa
         mean = mean_series(members)
         if len(members) > 1:
             lines += [Line("", series, colour, faint=True) for series in members]
-        lines.append(Line(arm.method, mean, colour, smooth=window or smoothing(mean)))
+        lines.append(Line(titles[arm.name], mean, colour, smooth=window or smoothing(mean)))
     return lines
 
 
 def _panel(
-    name: str, title: str, unit: str, lines: list[Line], *, log: bool = False, zero: bool = False
+    name: str,
+    title: str,
+    unit: str,
+    lines: list[Line],
+    *,
+    log: bool = False,
+    zero: bool = False,
+    symlog: float = 0.0,
 ) -> list[Panel]:
-    return [Panel(name, title, unit, lines, log=log, zero=zero)] if lines else []
+    return [Panel(name, title, unit, lines, log=log, zero=zero, symlog=symlog)] if lines else []
 
 
 def _curves(results: Results, arms: Sequence[Arm]) -> list[Line]:
     """Held-out score by step."""
     lines = []
-    for index, arm in enumerate(arms):
-        colour = COLOURS.get(arm.name.partition("@")[0], SERIES_COLOURS[index % len(SERIES_COLOURS)])
+    colours, titles = _colours(arms), _titles(arms)
+    for arm in arms:
         runs = _runs(results, arms, arm)
         members = [Series([s for s, _ in run.curve], [v for _, v in run.curve]) for run in runs]
         members = [series for series in members if series]
         if members:
-            lines.append(Line(arm.method, mean_series(members), colour, markers=True))
+            lines.append(Line(titles[arm.name], mean_series(members), colours[arm.name], markers=True))
     return lines
 
 
@@ -139,7 +199,8 @@ def _extreme_panels(results: Results, arms: Sequence[Arm], where: str) -> list[P
     for end, word in (("max", "Largest"), ("min", "Smallest")):
         lines = _lines(results, arms, f"logprob_diff/{end}")
         title = f"{word} log-prob difference{where}"
-        panels += _panel(f"{end}", title, "log p(train) - log p(rollout), nats, one token a step", lines)
+        unit = f"log p(train) - log p(rollout), nats, one token a step; log scale beyond {THRESHOLD}"
+        panels += _panel(f"{end}", title, unit, lines, symlog=THRESHOLD)
     return panels
 
 
@@ -183,8 +244,11 @@ def adaptation(results: Results) -> Figure | None:
 
 def codebook_steps(results: Results) -> Figure | None:
     """Figure 6."""
-    data = next((run.measure for runs in results.runs.values() for run in runs if run.measure), None)
-    rows = [row for row in (data or {}).get("rows", []) if row.get("code_steps") and row["route_replay"]]
+    found = _probed(results, lambda run: run.measure)
+    if found is None:
+        return None
+    arm, run = found
+    rows = [row for row in (run.measure or {}).get("rows", []) if row.get("code_steps") and row["route_replay"]]
     shown = {row["name"]: row for row in reversed(rows) if row["name"] in ("qat", "guided")}
     if not shown:
         return None
@@ -192,31 +256,31 @@ def codebook_steps(results: Results) -> Figure | None:
     groups = ["1 entry", "2", "3", "4 or more"]
     names = {"qat": "own rounding", "guided": f"guided, {shown.get('guided', {}).get('plan')}"}
     series = [(names[key], shown[key]["code_steps"][1:]) for key in ("qat", "guided") if key in shown]
-    unit = "share of all codes that differ from the rollout's, by distance in codebook entries"
+    unit = f"share of all codes that differ from the rollout's, by distance in codebook entries\n{_place(arm)}"
     colours = tuple(COLOURS[key] for key in ("qat", "trace"))
     return draw_bars(Bars("steps", "How far apart the codes are", unit, groups, series, colours=colours))
 
 
 def time_split(results: Results) -> Figure | None:
     """Figure 10."""
-    run = next((run for runs in results.runs.values() for run in runs if run.profile), None)
-    if run is None or run.profile is None:
+    found = _probed(results, lambda run: run.profile)
+    if found is None:
         return None
-    shares = run.profile["shares"]
+    arm, run = found
+    shares = (run.profile or {})["shares"]
     device = run.environment.get("device", "").partition(";")[0]
     parts = [(label, [shares.get(name, 0.0)]) for name, label in PROFILE_PARTS.items()]
-    unit = f"share of engine time, every part waited for{f'; {device}' if device else ''}"
+    unit = f"share of engine time, every part waited for{f'; {device}' if device else ''}\n{_place(arm)}"
     return draw_bars(Bars("time", "Time of a rollout", unit, ["rollout"], parts, stacked=True))
 
 
 def other_specs(results: Results) -> Figure | None:
     """Figure 11."""
-    main = {arm.name for arm in _dynamics(results)}
+    main = {"bf16", *(arm.spec for arm in _dynamics(results))}
     panels: list[Panel] = []
-    specs = sorted({arm.spec for arm in results.arms if arm.name not in main and arm.name.partition("@")[2]})
-    for spec in specs:
-        arms = [results.arm(REFERENCE)] if REFERENCE in results.runs else []
-        arms += [arm for arm in results.arms if arm.spec == spec and results.done(arm.name)]
+    for spec in sorted({arm.spec for arm in results.arms} - main):
+        arms = [results.arm(REFERENCE)] if REFERENCE in results.runs and results.done(REFERENCE) else []
+        arms += [arm for arm in results.arms if arm.spec == spec and results.done(arm.name)][:MOST]
         if len(arms) > 1:
             panels += _extreme_panels(results, arms, f", {SPEC_NAMES.get(spec, spec)}")
     return draw(panels, columns=2) if panels else None

@@ -24,7 +24,8 @@ FORMAT = 1
 SERIES = (
     *("reward/mean", "entropy", "response_length/mean", "grad_norm"),
     *("mismatch_kl/mean", "mismatch_kl_unguided/mean", "logprob_diff/max", "logprob_diff/min", "logprob_diff/p999"),
-    *("guidance/bytes_per_token", "guidance/saved_share", "guidance/coverage", "correction/ess", "time/step_s"),
+    *("guidance/bytes_per_token", "guidance/shipped_bytes_per_token", "guidance/saved_share", "guidance/coverage"),
+    *("guidance/pulled_share", "guidance/scale_check_failures", "correction/ess", "time/step_s"),
 )
 """Metrics that are kept by step."""
 
@@ -51,6 +52,7 @@ class RunResult:
     """``done``, ``failed`` or ``missing``."""
     command: str = ""
     seconds: float = 0.0
+    """Of the run, without the making of a warm start, which other runs share."""
     steps: int = 0
     warm_start: str = ""
     environment: dict[str, str] = field(default_factory=dict)
@@ -122,6 +124,7 @@ def read_result(folder: Path, seed: int) -> RunResult:
     run = read_run(folder)
     result.steps = 1 + max((row["step"] for row in run.rows if "reward/mean" in row), default=-1)
     result.warm_start = str(run.summary.get("warm_start", ""))
+    result.seconds = max(0.0, result.seconds - float(run.summary.get("warm_start_seconds", 0.0)))
     result.environment = dict(run.summary.get("environment", {}))
     result.series = {name: series for name in SERIES if (series := _rounded(run.series(name)))}
     found = [Evaluation(row["step"], row["eval/scores"]) for row in _evaluations(folder)]

@@ -3,7 +3,7 @@
 A score is the mean over held-out items; of several seeds the mean and its standard error are given. A difference to
 ``bf16`` is taken item by item within a seed (both arms start from the same warm start and answer the same problems) and
 its interval resamples seeds and items together (:func:`tracefp4.rl.statistics.crossed_bootstrap`). Runs whose warm
-starts differ are not a pair: that is an error, not a footnote.
+starts differ are not a pair: that is an error, not a footnote. Differences to any other arm are taken in the same way.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tracefp4.errors import ConfigError
-from tracefp4.report.arms import POSTHOC, REFERENCE, SPEC_NAMES, TABLE_TITLES, Arm
+from tracefp4.errors import ConfigError, suggest
+from tracefp4.report.arms import NVFP4, POSTHOC, REFERENCE, SPEC_NAMES, TABLE_TITLES, Arm
+from tracefp4.report.figures import share_text
 from tracefp4.report.results import Evaluation, Results, RunResult
 from tracefp4.rl.statistics import Interval, crossed_bootstrap
 
@@ -38,7 +39,14 @@ class Row:
     """Standard error over seeds; ``None`` for one seed."""
     interval: tuple[float | None, float | None]
     difference: float | None
+    """To the reference; ``None`` for the reference itself."""
     difference_interval: tuple[float | None, float | None]
+    difference_seeds: int
+    """Seeds that both have, over which the difference is taken."""
+    against: float | None
+    """Difference to the arm that was named for it; ``None`` for that arm."""
+    against_interval: tuple[float | None, float | None]
+    against_seeds: int
     step: str
     """Evaluation that counts: the last step, or the best."""
     k3: float | None
@@ -46,60 +54,95 @@ class Row:
     """Largest absolute log-prob difference of a token, over all steps and seeds."""
     tail: float | None
     """p99.9 of the absolute difference, mean over 20 steps, in the worst such window."""
-    bytes_per_token: float | None
+    recorded: float | None
+    """Bytes of guidance a token: frames, headers and what was pulled."""
+    shipped: float | None
+    """Bytes of guidance that left the engine, pulls included, spread over the same tokens."""
+    saved: float | None
+    """Share of the frames' bytes that never left the engine."""
+    pulled: float | None
+    """Share of the vectors whose bits a checked plan pulled."""
+    failures: float | None
+    """Share of 16-token chunks whose block scales were restored wrongly."""
     minutes: float | None
 
 
-HEADINGS = (
-    *("rollout", "method", "seeds", "score", "std. error", "95 % interval", "difference to bf16", "95 % interval"),
-    *("step", "mismatch k3", "largest log-prob difference", "p99.9 of it", "bytes a token", "minutes"),
-)
+def headings(against: str = "") -> list[str]:
+    """Headings of all columns, in the order of :func:`cells`; ``against`` is the arm of the second difference."""
+    return [
+        *("rollout", "method", "seeds", "score", "std. error", "95 % interval of the score"),
+        *(f"difference to {REFERENCE}", f"95 % interval of the difference to {REFERENCE}"),
+        *(f"difference to {against}", f"95 % interval of the difference to {against}"),
+        *("step", "mismatch k3", "largest log-prob difference", "p99.9 of it"),
+        *("recorded bytes a token", "shipped bytes a token", "never shipped"),
+        *("pulled", "scale checks failed", "minutes"),
+    ]
 
 
-def build(results: Results, table: str) -> list[Row]:
+def build(results: Results, table: str, against: str = "") -> list[Row]:
     """Rows of a table.
 
+    Args:
+        results: of the comparison.
+        table: one of ``results.tables``.
+        against: name of an arm whose difference is shown besides that to the reference; empty for none.
+
     Raises:
-        ConfigError: two runs that would be paired have different warm starts.
+        ConfigError: two runs that would be paired have different warm starts, or there is no arm called ``against``.
     """
+    if against and against not in results.runs:
+        raise ConfigError(f"no arm of this comparison is called {against!r}{suggest(against, results.runs)}")
     names = results.members[table]
     best = table == "t6"
-    rows = [arm_row(results, results.arm(name), best=best and name.startswith("tis_sc")) for name in names]
+    rows = [
+        arm_row(results, results.arm(name), best=best and name.startswith("tis_sc"), against=against) for name in names
+    ]
     if table == "t7" and REFERENCE in names:
-        reference = results.arm(REFERENCE)
-        rows[1:1] = [row for method in POSTHOC if (row := posthoc_row(results, reference, method)) is not None]
+        found = (posthoc_row(results, results.arm(REFERENCE), method, against=against) for method in POSTHOC)
+        rows[1:1] = [row for row in found if row is not None]
     return rows
 
 
-def arm_row(results: Results, arm: Arm, *, best: bool = False) -> Row:
+def arm_row(results: Results, arm: Arm, *, best: bool = False, against: str = "") -> Row:
     """The line of an arm, at its last evaluation or its best one."""
     runs = results.done(arm.name)
     scores = {run.seed: (run.best if best else run.last) for run in runs}
     step = " / ".join(sorted({str(e.step) for e in scores.values() if e}, key=int))
     table = {seed: e.scores for seed, e in scores.items() if e is not None}
-    return _row(results, arm, arm.label, table, f"best of {step}" if best and step else step, runs)
+    # At its best an arm may be another policy than the one that it is compared with as the reference.
+    same = {arm.name} if not best else set[str]()
+    return _row(results, arm, arm.label, table, f"best, at step {step}" if best and step else step, runs, same, against)
 
 
-def posthoc_row(results: Results, arm: Arm, method: str) -> Row | None:
+def posthoc_row(results: Results, arm: Arm, method: str, *, against: str = "") -> Row | None:
     """The line of a post-hoc quantization of an arm's final policy."""
     runs = [run for run in results.done(arm.name) if method in run.posthoc]
     if not runs:
         return None
     table = {run.seed: run.posthoc[method] for run in runs}
-    row = _row(results, arm, f"{arm.method}, then {method}", table, str(runs[0].steps), [])
-    return Row(**{**{n: getattr(row, n) for n in Row.__slots__}, "spec": SPEC_NAMES["nvfp4-w4a4-kv4"]})
+    row = _row(results, arm, f"{arm.method}, then {method}", table, str(runs[0].steps), [], set(), against)
+    return replace(row, spec=SPEC_NAMES[NVFP4])
 
 
 def _row(
-    results: Results, arm: Arm, label: str, scores: dict[int, list[float]], step: str, runs: Sequence[RunResult]
+    results: Results,
+    arm: Arm,
+    label: str,
+    scores: dict[int, list[float]],
+    step: str,
+    runs: Sequence[RunResult],
+    same: Collection[str],
+    against: str,
 ) -> Row:
+    """A line; ``same`` names the arms that it is itself, to which it has no difference."""
     sizes = sorted({len(values) for values in scores.values()})
     if len(sizes) > 1:
         raise ConfigError(f"runs of arm {arm.name!r} were evaluated on different items: {sizes} of them")
     failed = sum(run.status == "failed" for run in results.runs[arm.name])
     spec = SPEC_NAMES.get(arm.spec, arm.spec)
     own = _points(crossed_bootstrap(list(scores.values()))) if scores else None
-    difference = None if own is None else paired(results, arm, scores)
+    difference = paired(results, arm, scores, REFERENCE) if scores and REFERENCE not in same else None
+    second = paired(results, arm, scores, against) if scores and against and against not in same else None
     means = [100 * sum(values) / len(values) for values in scores.values()]
     error = float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
     return Row(
@@ -112,42 +155,59 @@ def _row(
         interval=(None, None) if own is None else (own.low, own.high),
         difference=None if difference is None else difference.estimate,
         difference_interval=(None, None) if difference is None else (difference.low, difference.high),
+        difference_seeds=0 if difference is None else len(_common(results, scores, REFERENCE)),
+        against=None if second is None else second.estimate,
+        against_interval=(None, None) if second is None else (second.low, second.high),
+        against_seeds=0 if second is None else len(_common(results, scores, against)),
         step=step,
-        k3=_mean([run.series["mismatch_kl/mean"].mean() for run in runs if "mismatch_kl/mean" in run.series]),
+        k3=_metric(runs, "mismatch_kl/mean"),
         largest=largest(runs),
         tail=max((worst_window(run) for run in runs if "logprob_diff/p999" in run.series), default=None),
-        bytes_per_token=_mean(
-            [run.series["guidance/bytes_per_token"].mean() for run in runs if "guidance/bytes_per_token" in run.series]
-        ),
+        recorded=_metric(runs, "guidance/bytes_per_token"),
+        shipped=_metric(runs, "guidance/shipped_bytes_per_token"),
+        saved=_metric(runs, "guidance/saved_share"),
+        pulled=_metric(runs, "guidance/pulled_share"),
+        failures=_metric(runs, "guidance/scale_check_failures"),
         minutes=_mean([run.seconds / 60 for run in runs]),
     )
 
 
-def paired(results: Results, arm: Arm, scores: dict[int, list[float]]) -> Interval | None:
-    """Difference to the reference over the seeds and items that both have, in points; ``None`` for the reference.
+def paired(results: Results, arm: Arm, scores: dict[int, list[float]], other: str) -> Interval | None:
+    """Difference to the last evaluation of ``other`` over the seeds and items that both have, in points.
+
+    Args:
+        results: of the comparison.
+        arm: whose runs were scored.
+        scores: by seed and item.
+        other: name of the arm that is subtracted.
+
+    Returns:
+        ``None`` where the two have no seed in common, or ``other`` is not in the comparison.
 
     Raises:
         ConfigError: warm starts or items differ.
     """
-    if REFERENCE not in results.runs:
+    if other not in results.runs:
         return None
     mine = {run.seed: run for run in results.runs[arm.name]}
     table = []
-    for reference in results.done(REFERENCE):
-        if reference.seed not in scores or reference.last is None:
-            continue
-        theirs, ours = reference.warm_start, mine[reference.seed].warm_start
+    for run in _common(results, scores, other):
+        theirs, ours = run.warm_start, mine[run.seed].warm_start
         if theirs != ours:
             raise ConfigError(
-                f"arms {arm.name!r} and {REFERENCE!r} cannot be paired: with seed {reference.seed} the warm starts are "
+                f"arms {arm.name!r} and {other!r} cannot be paired: with seed {run.seed} the warm starts are "
                 f"{ours or 'unknown'} and {theirs or 'unknown'}; run both from one configuration on one kind of device"
             )
-        values, base = scores[reference.seed], reference.last.scores
+        values, base = scores[run.seed], run.last.scores if run.last is not None else []
         if len(values) != len(base):
-            raise ConfigError(f"arm {arm.name!r} was evaluated on {len(values)} items, {REFERENCE!r} on {len(base)}")
+            raise ConfigError(f"arm {arm.name!r} was evaluated on {len(values)} items, {other!r} on {len(base)}")
         table.append([a - b for a, b in zip(values, base, strict=True)])
-    same = arm.name == REFERENCE and table and not any(any(row) for row in table)
-    return _points(crossed_bootstrap(table)) if table and not same else None
+    return _points(crossed_bootstrap(table)) if table else None
+
+
+def _common(results: Results, scores: dict[int, list[float]], other: str) -> list[RunResult]:
+    """Finished runs of ``other`` with the seeds that were scored."""
+    return [run for run in results.done(other) if run.seed in scores]
 
 
 def worst_window(run: RunResult, window: int = WINDOW) -> float:
@@ -169,7 +229,7 @@ def learned(first: Evaluation, last: Evaluation) -> Interval:
 
 
 def cells(row: Row) -> list[str]:
-    """A row as text, in the order of :data:`HEADINGS`."""
+    """A row as text, in the order of :func:`headings`."""
     seeds = f"{row.seeds}" + (f" ({row.failed} failed)" if row.failed else "")
     return [
         row.spec,
@@ -178,21 +238,31 @@ def cells(row: Row) -> list[str]:
         _number(row.score, 1),
         _number(row.error, 1),
         _range(row.interval),
-        "" if row.difference is None else f"{row.difference:+.1f}",
-        _range(row.difference_interval),
+        *(_signed(row.difference, row.difference_seeds, row.seeds), _range(row.difference_interval)),
+        *(_signed(row.against, row.against_seeds, row.seeds), _range(row.against_interval)),
         row.step,
         _number(row.k3, None),
         _number(row.largest, 2),
         _number(row.tail, 3),
-        _number(row.bytes_per_token, 0),
+        *(_number(row.recorded, 0), _number(row.shipped, 0)),
+        *("" if share is None else share_text(share) for share in (row.saved, row.pulled, row.failures)),
         _number(row.minutes, 1),
     ]
 
 
-def markdown(results: Results, table: str, rows: Sequence[Row]) -> str:
+def used(rows: Sequence[Row], against: str = "") -> tuple[list[str], list[list[str]]]:
+    """Headings and cells without the columns that no row fills."""
+    body = [cells(row) for row in rows]
+    names = headings(against)
+    kept = [i for i in range(len(names)) if any(line[i] for line in body)]
+    return [names[i] for i in kept], [[line[i] or "-" for i in kept] for line in body]
+
+
+def markdown(results: Results, table: str, rows: Sequence[Row], against: str = "") -> str:
     """A table with its title as Markdown."""
-    lines = [f"### {TABLE_TITLES[table]}", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells(row)) + " |" for row in rows]
+    head, body = used(rows, against)
+    lines = [f"### {TABLE_TITLES[table]}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in body]
     return "\n".join([*lines, "", f"Score: mean over held-out items of {results.task}, in points of 100.", ""])
 
 
@@ -219,6 +289,11 @@ def _points(found: Interval) -> Interval:
     return Interval(100 * found.estimate, low, high, found.confidence, found.clusters, found.method)
 
 
+def _metric(runs: Sequence[RunResult], name: str) -> float | None:
+    """Mean over steps, then over runs."""
+    return _mean([run.series[name].mean() for run in runs if name in run.series])
+
+
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -227,6 +302,12 @@ def _number(value: float | None, digits: int | None) -> str:
     if value is None:
         return ""
     return f"{value:.1e}" if digits is None else f"{value:,.{digits}f}".replace(",", " ")
+
+
+def _signed(difference: float | None, common: int, seeds: int) -> str:
+    """A difference, and of how many seeds it is where it is not of all that the row has."""
+    where = f" ({common} of {seeds} seeds)" if common != seeds else ""
+    return "" if difference is None else f"{difference:+.1f}{where}"
 
 
 def _range(interval: tuple[float | None, float | None]) -> str:

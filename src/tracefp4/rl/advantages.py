@@ -121,11 +121,6 @@ def compute_advantages(
     return Advantages(advantages.float(), values.float(), keep, counts)
 
 
-def group_advantages(rewards: Tensor, groups: Tensor, *, norm_std: bool = True) -> Tensor:
-    """GRPO advantages ``(B,)`` float32 of rewards and groups ``(B,)``; exactly 0 where a group has no spread."""
-    return compute_advantages(rewards, groups, norm_std=norm_std, filter_groups=False).values
-
-
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """DAPO's soft overlong punishment: 0 up to ``max_length - buffer`` tokens, then linear to -1 at ``max_length``.
 

@@ -29,7 +29,7 @@ def describe_run(run: Run, say: Callable[[str], None]) -> None:
     say(f"policy {run.config.policy} on {run.device}{processes}; method {run.method.name}")
     weighing = f"{correction.level} {correction.name}{f', {correction.reject}' if correction.reject else ''}"
     say(f"loss {loss.name}{' with score centering' if loss.score_centering else ''}; correction {weighing}")
-    say(f"warm start {run.warm_start_hash}")
+    say(f"warm start {run.start.name}")
     for key, value in run.source.items():
         say(f"  {key}: {value}")
     say(f"rollout: {render(theirs)}")

@@ -9,14 +9,13 @@ From it
     mismatch_kl/max         the largest k3 of a token
     logprob_diff/min, max   the most negative and the largest delta
     logprob_diff/mean_abs, p99, p999   mean and upper quantiles of abs(delta)
+    mismatch_kl/from_<n>    mean k3 of the tokens of a position bucket, the n-th of their response and later ones
 
 Deltas are collected flat, one float64 array a step, prompts and padding already removed. Nothing is clamped here: an
 outlier is the finding.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -43,18 +42,32 @@ def token_deltas(train: Tensor, rollout: Tensor, places: Tensor) -> Tensor:
     return ours - theirs
 
 
+def token_positions(response: Tensor, places: Tensor) -> Tensor:
+    """Where in its response each token stands, counted from 0, in the order of :func:`token_deltas`.
+
+    Args:
+        response: ``(B, S)`` bool: the row's target is a response token.
+        places: ``(T,)`` int64: where it is true.
+
+    Returns:
+        ``(T,)`` int64, on the device.
+    """
+    return (response.cumsum(1) - 1).flatten().index_select(0, places)
+
+
 def k3(deltas: ArrayLike) -> NDArray[np.float64]:
     """``exp(delta) - 1 - delta`` for each token, float64, accurate for small deltas (``expm1``)."""
     delta = np.asarray(deltas, dtype=np.float64)
     return np.expm1(delta) - delta
 
 
-def mismatch_metrics(deltas: ArrayLike, suffix: str = "") -> dict[str, float]:
+def mismatch_metrics(deltas: ArrayLike, suffix: str = "", positions: ArrayLike | None = None) -> dict[str, float]:
     """The mismatch metrics of a step.
 
     Args:
         deltas: ``(T,)`` of all response tokens.
         suffix: appended to the group name, for example ``"_unguided"`` gives ``mismatch_kl_unguided/mean``.
+        positions: ``(T,)`` of the same tokens in their responses; ``None`` leaves the mismatch by position out.
 
     Raises:
         TaskError: there are no response tokens.
@@ -70,50 +83,15 @@ def mismatch_metrics(deltas: ArrayLike, suffix: str = "") -> dict[str, float]:
         f"logprob_diff{suffix}/mean_abs": float(size.mean()),
         f"logprob_diff{suffix}/p99": float(p99),
         f"logprob_diff{suffix}/p999": float(p999),
+        **({} if positions is None else _by_position(divergence, positions, suffix)),
     }
 
 
-def mismatch_details(deltas: ArrayLike) -> dict[str, float]:
-    """Further figures that other trainers report, for comparison with their logs.
-
-    ``k1`` is ``mean(-delta)``; ``prob_error`` is ``mean(exp(abs(delta)))`` (NeMo-RL's ``token_mult_prob_error``, which
-    alarms above 1.05); ``beyond_2x`` is the share of tokens whose probabilities differ by more than a factor of 2;
-    ``ess`` is the effective sample size of the importance weights as a share of the tokens.
-    """
-    delta = _tokens(deltas)
-    weight = np.exp(delta - delta.max())  # A common factor cancels in the ratio below, and nothing can overflow.
-    with np.errstate(over="ignore"):  # Probabilities 300 orders of magnitude apart: infinity is the right answer.
-        prob_error = float(np.exp(np.abs(delta)).mean())
-    return {
-        "mismatch/k1": float(-delta.mean()),
-        "mismatch/prob_error": prob_error,
-        "mismatch/beyond_2x": float((np.abs(delta) > np.log(2.0)).mean()),
-        "mismatch/ess": float(weight.sum() ** 2 / (np.square(weight).sum() * weight.size)),
-    }
-
-
-def mismatch_by_position(
-    deltas: Sequence[ArrayLike], edges: Sequence[int] = POSITION_EDGES
-) -> list[dict[str, float | int]]:
-    """Mean k3 and mean abs delta by position in the response.
-
-    Args:
-        deltas: one ``(n_i,)`` array a response, in token order.
-        edges: ascending lower edges of the buckets, the first one 0.
-
-    Returns:
-        One row a bucket that holds tokens: ``{"from": edge, "tokens": n, "k3": mean, "mean_abs": mean}``.
-    """
-    arrays = [np.asarray(d, dtype=np.float64).reshape(-1) for d in deltas]
-    delta = _tokens(np.concatenate(arrays) if arrays else np.empty(0))
-    position = np.concatenate([np.arange(a.size) for a in arrays])
-    bucket = np.searchsorted(np.asarray(edges), position, side="right") - 1
-    rows: list[dict[str, float | int]] = []
-    for index in np.unique(bucket):
-        part = delta[bucket == index]
-        mean_k3, mean_abs = float(k3(part).mean()), float(np.abs(part).mean())
-        rows.append({"from": int(edges[index]), "tokens": int(part.size), "k3": mean_k3, "mean_abs": mean_abs})
-    return rows
+def _by_position(divergence: NDArray[np.float64], positions: ArrayLike, suffix: str) -> dict[str, float]:
+    """Mean k3 of each bucket of :data:`POSITION_EDGES` that holds tokens."""
+    bucket = np.searchsorted(np.asarray(POSITION_EDGES), np.asarray(positions).reshape(-1), side="right") - 1
+    found = {POSITION_EDGES[i]: float(divergence[bucket == i].mean()) for i in np.unique(bucket)}
+    return {f"mismatch_kl{suffix}/from_{edge}": mean for edge, mean in found.items()}
 
 
 def _tokens(deltas: ArrayLike) -> NDArray[np.float64]:

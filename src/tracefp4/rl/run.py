@@ -54,10 +54,9 @@ from tracefp4.rl.setup import check_ranks, check_training, config_hash, resolve_
 from tracefp4.rl.sft_data import check_targets, gold_pairs
 from tracefp4.rl.tasks import make_task
 from tracefp4.rl.update import GuidanceSource, Updater
-from tracefp4.rl.warm_start import warm_start
+from tracefp4.rl.warm_start import WarmStart, warm_start
 from tracefp4.rollout.registry import make_engine
 from tracefp4.training import checkpoint
-from tracefp4.training.checkpoint import Saved, TrainState
 from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import recompute_layers
 from tracefp4.training.ranks import ALONE, Ranks
@@ -103,7 +102,7 @@ class Run:
         self.tokenizer: Any = loaded.tokenizer
         self.prompter = Prompter(self.tokenizer, config.task)
         with ranks.first_before_others():
-            self.warm_start_hash = self._warm_start(warm_progress)
+            self.start = self._warm_start(warm_progress)
         if self.source.get("upcycling") and config.warm_start.steps:
             found = check_routers(self.model, self.task, self.prompter, (config.seed, "routers"))
             note(f"routers: {found}")
@@ -112,7 +111,7 @@ class Run:
         """Batches that wait to be trained on: ``train.lag`` of them."""
         self._build(checkpoint.newest(self.folder / "checkpoints", self._identity()))
 
-    def _warm_start(self, progress: Callable[[int, float], None] | None) -> str:
+    def _warm_start(self, progress: Callable[[int, float], None] | None) -> WarmStart:
         config = self.config
         if config.warm_start.steps:
             check_targets(self.task, seed=(config.seed, "check-targets"))
@@ -133,7 +132,7 @@ class Run:
             progress=progress,
         )
 
-    def _build(self, saved: Saved | None) -> None:
+    def _build(self, saved: checkpoint.Saved | None) -> None:
         config = self.config
         self.store, self._digest = LateStore(MemoryStore()), Digest()
         self.layout = describe(self.model)
@@ -381,8 +380,8 @@ class Run:
 
     def save(self) -> Path:
         """Write a checkpoint of the current step; the first rank writes, the others hand it their shards."""
-        plan = "" if self.plan is None else str(self.plan)
-        state = TrainState(self.step, self.version, self.optimizer.steps, self._identity(), plan)
+        plan, start = "" if self.plan is None else str(self.plan), self.start.name
+        state = checkpoint.TrainState(self.step, self.version, self.optimizer.steps, self._identity(), plan, start)
         root, model, optimizer = self.folder / "checkpoints", weights(self.model), self.optimizer.state()
         if not self.ranks.first:
             checkpoint.attend(model, optimizer)
@@ -391,10 +390,11 @@ class Run:
         self.note(f"checkpoint {folder}")
         return folder
 
-    def _resume(self, saved: Saved) -> None:
+    def _resume(self, saved: checkpoint.Saved) -> None:
+        self.start = self.start.of(saved.state.warm_start, needed=self.config.loss.kl > 0)
         self.optimizer.load(saved.optimizer, saved.state.optimizer_steps)
         self.step, self.version = saved.state.step, saved.state.weight_version
         self.note(f"resumed from {saved.folder}")
 
     def _identity(self) -> str:
-        return f"{config_hash(self.config)}-{self.warm_start_hash}"
+        return f"{config_hash(self.config)}-{self.start.inputs}"

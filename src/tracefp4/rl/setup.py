@@ -150,7 +150,11 @@ def check_decoder(plan: Plan, decoder: str) -> None:
 
 
 def config_hash(config: Config) -> str:
-    """Hash of every setting that shapes the numbers of a run; length, folder, tracker, threads and caches do not."""
-    free = dict.fromkeys(("steps", "max_minutes", "output_dir", "tracker", "threads"), True)
+    """Hash of every setting that shapes the numbers of a run; folder, tracker, threads and caches do not.
+
+    Neither does its length, unless the learning rate falls towards it.
+    """
+    length = ("steps",) if config.optimizer.schedule == "constant" else ()
+    free = dict.fromkeys((*length, "max_minutes", "output_dir", "tracker", "threads"), True)
     data = config.model_dump(mode="json", exclude={**free, "train": {"weight_cache"}})
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()

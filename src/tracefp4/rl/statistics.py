@@ -98,40 +98,6 @@ def mean_bootstrap(values: ArrayLike, *, resamples: int = 2000, confidence: floa
     return ratio_bootstrap(x, np.ones_like(x), resamples=resamples, confidence=confidence, seed=seed)
 
 
-def difference_bootstrap(
-    first: tuple[ArrayLike, ArrayLike],
-    second: tuple[ArrayLike, ArrayLike],
-    *,
-    resamples: int = 2000,
-    confidence: float = 0.95,
-    seed: int = 0,
-) -> Interval:
-    """Bootstrap interval of the difference of two ratios measured on the *same* prompts, in the same order.
-
-    Both arms are resampled together, so what a hard prompt does to both of them cancels. An interval that excludes 0
-    says that the arms differ.
-
-    Args:
-        first: ``(numerators, denominators)`` of one arm, each ``(P,)``.
-        second: the same of the arm that is subtracted.
-        resamples: bootstrap draws.
-        confidence: share of draws inside the interval.
-        seed: decides the draws.
-    """
-    (a, b), (c, d) = _pair(*first), _pair(*second)
-    _check(resamples, confidence)
-    if a.size != c.size:
-        raise TaskError(f"the arms have {a.size} and {c.size} clusters; paired arms have the same prompts")
-    estimate = float(a.sum() / b.sum() - c.sum() / d.sum())
-    if a.size < 2:
-        return Interval(estimate, None, None, confidence, a.size, "paired bootstrap")
-    # The same seed gives both arms the same draws of prompts: that is the pairing.
-    drawn = [_resampled(x, y, resamples, np.random.default_rng(seed)) for x, y in ((a, b), (c, d))]
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(drawn[0] - drawn[1], [tail, 1 - tail])
-    return Interval(estimate, float(low), float(high), confidence, a.size, "paired bootstrap")
-
-
 def crossed_bootstrap(values: ArrayLike, *, resamples: int = 2000, confidence: float = 0.95, seed: int = 0) -> Interval:
     """Bootstrap interval of the mean of a table of seeds by items; both are resampled (Owen, Ann. Appl. Stat. 1, 2007).
 

@@ -34,7 +34,7 @@ from tracefp4.rl.centering import centering_term
 from tracefp4.rl.clipping import BYPASS
 from tracefp4.rl.corrections import CorrectionStats, correction_weights
 from tracefp4.rl.losses import Denominators, LossStats, policy_loss
-from tracefp4.rl.metrics import mismatch_metrics, token_deltas
+from tracefp4.rl.metrics import mismatch_metrics, token_deltas, token_positions
 from tracefp4.training.ahead import ahead
 from tracefp4.training.batch import Example, MicroBatch, collate, filler, plan_micro_batches
 from tracefp4.training.graphs import DecoderGraphs, padded_width, refusal
@@ -121,8 +121,8 @@ class Updater:
         Args:
             examples: everything of this rank that trains, of whole groups.
             load: reads guidance; ``None`` without.
-            measure_unguided: also measure the mismatch of the same batch without guidance, before the update, and flip
-                rates.
+            measure_unguided: also measure the mismatch of the same batch without guidance, before the update, flip
+                rates, and the mismatch by position.
 
         Returns:
             Metrics of the batch of all ranks; flip rates are those of this rank's micro-batch.
@@ -134,7 +134,8 @@ class Updater:
         self.model.train()
         metrics = self._unguided(examples) if measure_unguided and load is not None else {}
         steps = _split(examples, self.config.train.minibatches, self._ranks)
-        tally = Tally(self._old_logprobs(steps, load) if len(steps) > 1 else None, self._ranks)
+        old = self._old_logprobs(steps, load) if len(steps) > 1 else None
+        tally = Tally(old, self._ranks, by_position=measure_unguided)
         norms = []
         for part in steps:
             self._accumulate(part, load, tally, measure_unguided)
@@ -231,13 +232,13 @@ class Updater:
 
     @torch.no_grad()
     def _unguided(self, examples: Sequence[Example]) -> dict[str, float]:
-        deltas = []
+        deltas, positions = [], []
         for batch in self._batches(examples, None):
             logprobs = self._forward(batch, guided=False)
             if batch.index:
                 deltas.append(token_deltas(logprobs, batch.rollout_logprobs, batch.places))
-        mine = torch.cat(deltas).cpu().numpy() if deltas else np.empty(0)
-        return mismatch_metrics(self._ranks.gather_array(mine), "_unguided")
+                positions.append(token_positions(batch.response, batch.places))
+        return mismatch_metrics(_of_all(deltas, self._ranks), "_unguided", _of_all(positions, self._ranks))
 
     def _forward(self, batch: MicroBatch, guided: bool) -> Tensor:
         with self.sites.batch(batch, guided=guided):
@@ -260,6 +261,11 @@ def _graphs(model: nn.Module, sites: TrainerSites, config: Config, ranks: Ranks)
     return DecoderGraphs(model, sites, train.micro_tokens)
 
 
+def _of_all(parts: Sequence[Tensor], ranks: Ranks) -> np.ndarray:
+    """A number for each response token of the batch, float64, rank by rank."""
+    return ranks.gather_array(torch.cat(list(parts)).cpu().numpy() if parts else np.empty(0))
+
+
 def _micro_batch(group: Sequence[Example], load: Loader | None, device: torch.device) -> MicroBatch:
     """Read guidance and collate."""
     if load is not None:
@@ -274,9 +280,10 @@ class Tally:
     What lies on the device stays there until the metrics are read: a GPU is kept waiting by whoever looks at a number.
     """
 
-    def __init__(self, old: dict[int, Tensor] | None, ranks: Ranks = ALONE) -> None:
-        self._old, self._ranks = old, ranks
+    def __init__(self, old: dict[int, Tensor] | None, ranks: Ranks = ALONE, by_position: bool = False) -> None:
+        self._old, self._ranks, self._by_position = old, ranks, by_position
         self._deltas: list[Tensor] = []
+        self._positions: list[Tensor] = []
         self._sums: list[Tensor] = []
         self._tokens = self._guided = self._rows = 0.0
         self._has_guidance = False
@@ -311,6 +318,8 @@ class Tally:
         """Add one micro-batch."""
         before = self.old(batch, logprobs)
         self._deltas.append(token_deltas(before, batch.rollout_logprobs, batch.places))
+        if self._by_position:
+            self._positions.append(token_positions(batch.response, batch.places))
         self._tokens += batch.places.numel()
         self._sums.append(torch.stack([entropy.sum(), loss]))
         self._rows += sum(batch.lengths)
@@ -329,8 +338,8 @@ class Tally:
 
     def metrics(self) -> dict[str, float]:
         """Scalars for the journal."""
-        deltas = torch.cat(self._deltas).cpu().numpy() if self._deltas else np.empty(0)
-        out = mismatch_metrics(self._ranks.gather_array(deltas))
+        positions = _of_all(self._positions, self._ranks) if self._by_position else None
+        out = mismatch_metrics(_of_all(self._deltas, self._ranks), positions=positions)
         sums = torch.stack(self._sums).double().sum(0).tolist() if self._sums else [0.0, 0.0]
         entropy, tokens, loss = self._ranks.sum([sums[0], self._tokens, sums[1]])
         out |= {"entropy": entropy / max(tokens, 1.0), "loss": loss, "train/tokens": tokens}

@@ -5,9 +5,11 @@ unless ``warm_start.spec`` says otherwise: a small model that was never trained 
 it, and RL in FP4 would then first have to repair what a large model never loses; a quantization-aware start leaves all
 arms near each other, and arms without FP4 start from the same weights.
 
-It is deterministic, and cached under a hash of everything that shapes it: model weights, task, settings, seed, and
-the micro-batches and kind of device, on which bfloat16 results depend in the last bits. The hash is recorded in the
-run, and runs with different hashes must not be paired.
+It is deterministic on one machine, and cached under a hash of everything that is known to shape it: model weights,
+task, settings, seed, and the micro-batches, kind of device, its model and version of torch, on which bfloat16 results
+depend in the last bits. Something else may shape it all the same, such as a library's choice of kernel. So what names a
+start has two halves, of that hash and of a digest of the weights that came of it. The name is recorded in the run, and
+runs with different names must not be paired.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import hashlib
 import json
 import math
 import os
+import platform
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tracefp4.config import OptimizerConfig, WarmStartConfig
+from tracefp4.errors import CheckpointError
 from tracefp4.formats.spec import DEFAULT_NVFP4, Spec, get_spec
 from tracefp4.models.binding import bind, unbind
 from tracefp4.models.layout import describe
@@ -44,6 +49,35 @@ Pairs = Callable[[int], Sequence[tuple[tuple[int, ...], tuple[int, ...]]]]
 """``step -> [(prompt ids, completion ids)]``: the batch of one step."""
 
 
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """What a run began from."""
+
+    name: str
+    """The same in every run that begins from equal weights, made from equal settings."""
+    inputs: str
+    """Hash of what shapes it, the same wherever it is made."""
+    seconds: float
+    """Time that it took to make it, to wait for whoever made it, or to load it."""
+
+    def of(self, checkpoint: str, needed: bool) -> WarmStart:
+        """The start of a run that goes on from a checkpoint.
+
+        Args:
+            checkpoint: name of the start that the checkpoint's run began from; empty if it was not recorded.
+            needed: whether its weights are, as those of the reference policy.
+
+        Raises:
+            CheckpointError: they are needed, and these are others.
+        """
+        if needed and checkpoint not in ("", self.name):
+            raise CheckpointError(
+                f"the checkpoint's run began from warm start {checkpoint}, and what the same settings make here is "
+                f"{self.name}: loss.kl needs the same reference policy; resume where the run began, or start it anew"
+            )
+        return replace(self, name=checkpoint or self.name)
+
+
 def warm_start(
     model: nn.Module,
     config: WarmStartConfig,
@@ -55,7 +89,7 @@ def warm_start(
     numerics: str = DEFAULT_NVFP4,
     cuda_graphs: bool = False,
     progress: Callable[[int, float], None] | None = None,
-) -> str:
+) -> WarmStart:
     """Fine-tune ``model`` in place, or load the cached result.
 
     Args:
@@ -73,29 +107,47 @@ def warm_start(
         FormatError: unknown spec, or one that ``numerics`` does not fit.
 
     Returns:
-        The hash that names this start, the same in every run that begins from equal weights.
+        The start's name and what stands behind it.
     """
-    before, spec = model_digest(model, describe(model), None), get_spec(config.spec, numerics)
+    began, spec = time.monotonic(), get_spec(config.spec, numerics)
+    before = model_digest(model, describe(model), None)
     key: dict[str, object] = {"format": FORMAT, "model": before, "config": config.model_dump(), "identity": identity}
-    device = next(model.parameters()).device.type
-    key |= {"micro_tokens": micro_tokens, "device": device, "cuda_graphs": cuda_graphs and device == "cuda"}
+    device = next(model.parameters()).device
+    captured = cuda_graphs and device.type == "cuda"
+    key |= {"micro_tokens": micro_tokens, "device": device.type, "cuda_graphs": captured}
     if config.spec != "bf16":
         key["numerics"] = numerics
-    name = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()
+    inputs = _hash(key)
     if config.steps == 0:
-        return name
-    file = cache / f"{name}.safetensors"
+        return WarmStart(_name(inputs, before), inputs, time.monotonic() - began)
+    stem = f"{inputs}-{_hash(_machine(device))[:8]}"
+    file = cache / f"{stem}.safetensors"
     cache.mkdir(parents=True, exist_ok=True)
     # Runs of a comparison that go on side by side begin from one start: the first makes it, the others wait for it.
-    with FileLock(cache / f"{name}.lock"):
+    with FileLock(cache / f"{stem}.lock"):
         if file.is_file():
             restore(model, load_file(file), f"warm start {file}")
-            return name
-        _fine_tune(model, config, spec, pairs, micro_tokens, cuda_graphs, progress)
-        temporary = file.with_suffix(f".writing-{os.getpid()}")
-        save_file({n: p.detach().contiguous().cpu() for n, p in model.named_parameters()}, temporary)
-        temporary.rename(file)
-    return name
+        else:
+            _fine_tune(model, config, spec, pairs, micro_tokens, cuda_graphs, progress)
+            temporary = file.with_suffix(f".writing-{os.getpid()}")
+            save_file({n: p.detach().contiguous().cpu() for n, p in model.named_parameters()}, temporary)
+            temporary.rename(file)
+    after = model_digest(model, describe(model), None)
+    return WarmStart(_name(inputs, after), inputs, time.monotonic() - began)
+
+
+def _hash(key: dict[str, object]) -> str:
+    return hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def _name(inputs: str, weights: str) -> str:
+    return f"{inputs[:12]}-{weights[:12]}"
+
+
+def _machine(device: torch.device) -> dict[str, object]:
+    """What a cached start is not carried over from."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {"torch": torch.__version__, "device": name}
 
 
 def _fine_tune(

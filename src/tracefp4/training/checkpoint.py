@@ -35,6 +35,8 @@ class TrainState:
     config_hash: str
     plan: str = ""
     """What the engine records; empty without guidance."""
+    warm_start: str = ""
+    """Name of what the run began from."""
 
 
 @dataclass(frozen=True, slots=True)
