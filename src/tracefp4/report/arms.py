@@ -42,6 +42,7 @@ SPEC_NAMES = {
     "nvfp4-w4a4": "NVFP4 W/A + BF16 KV",
     "nvfp4-kv4": "BF16 W/A + NVFP4 KV",
     "nvfp4-w4a16": "NVFP4 W, BF16 A + BF16 KV",
+    "nvfp4-w4a16-kv4": "NVFP4 W, BF16 A + NVFP4 KV",
     "mxfp4-w4a8-kv4": "MXFP4 W, MXFP8 A + MXFP4 KV",
     "mxfp4-w4a4-kv4": "MXFP4 W/A + MXFP4 KV",
 }

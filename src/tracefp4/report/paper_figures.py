@@ -270,7 +270,7 @@ def time_split(results: Results) -> Figure | None:
     shares = (run.profile or {})["shares"]
     device = run.environment.get("device", "").partition(";")[0]
     parts = [(label, [shares.get(name, 0.0)]) for name, label in PROFILE_PARTS.items()]
-    unit = f"share of engine time, every part waited for{f'; {device}' if device else ''}\n{_place(arm)}"
+    unit = f"share of a decode step, from differences of steps{f'; {device}' if device else ''}\n{_place(arm)}"
     return draw_bars(Bars("time", "Time of a rollout", unit, ["rollout"], parts, stacked=True))
 
 
