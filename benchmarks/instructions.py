@@ -43,6 +43,7 @@ from tracefp4.kernels import (
     rotary,
     routing,
     sample,
+    stack,
     token_scores,
 )
 from tracefp4.kernels import step as step_rows
@@ -166,6 +167,8 @@ def rounding() -> list[bool]:
         done.append(report(f"dequantize {name}", dequantize._dequantize, SMALL | {"factor_ptr": "*fp32"},
                            {"TILE": 2048 // n.block, "BLOCK": n.block, "E8M0": n.e8m0, "FACTOR": True}, 2048,
                            num_warps=4, enable_fp_fusion=False))  # fmt: skip
+    frames = {"frames_ptr": BYTES, "source_ptr": "*i64", "strip_ptr": "*i64", "out_ptr": BYTES}
+    done.append(report("frames of a batch", stack._stack, frames, {"BYTES": 4096}, 4096, num_warps=4))
     for bits in (1, 4):
         for word, kernel in (("pack", planes._pack), ("unpack", planes._unpack)):
             done.append(report(f"{word} r{bits}", kernel, SMALL, {"BITS": bits, "TILE": 512}, 4096, num_warps=4))

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.errors import GuidanceError, GuidanceMismatch, GuidanceStale
+from tracefp4.guidance import frame as module
 from tracefp4.guidance.frame import Expectation, decode, encode
+from tracefp4.guidance.header import checksum_of
 from tracefp4.guidance.plan import ALL_KINDS, Plan
 from tracefp4.guidance.record import Record
 
@@ -308,3 +310,49 @@ def test_checked_sites_that_do_not_fit(checked: Record, change: dict, message: s
         encode(replace(checked, sites=checked.sites | {site: replace(checked.sites[site], **change)}))
     with pytest.raises(GuidanceError, match="0 bits a code"):
         encode(replace(checked, plan="r1-all+mid/s2"))
+
+
+def _outcome(frame: bytes, expect: Expectation) -> object:
+    try:
+        record = decode(frame, expect, label="sample")
+    except GuidanceError as error:
+        return type(error), str(error)
+    parts = {site: (one.planes, one.scales, one.global_scale, one.checks) for site, one in record.sites.items()}
+    about = (record.plan, record.token_hash, record.numerics_hash, record.weight_version, record.rows)
+    values = {s: [None if p is None else p.tolist() for p in t] for s, t in parts.items()}
+    return repr((about, record.valid.tolist(), values))  # a changed scale may be a NaN
+
+
+@pytest.mark.parametrize("plan", ["r1-all+mid/s2", "r4-all", "c1-all/s3"])
+def test_what_is_expected_is_read_at_a_glance_and_anything_else_with_care(
+    plan: str, make, small_shapes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quick way says of every frame what the careful one says: one byte changed, cut, longer, or another's."""
+    tokens = tuple(range(40, 60))
+    frame = encode(make(plan, small_shapes, tokens, absent=[3]))
+    shapes = tuple(Plan.parse(plan).select(small_shapes, 1000))
+    expect = Expectation(
+        tokens=tokens, numerics_hash="0123456789abcdef", plan=plan, shapes=shapes, weight_version=3, max_lag=1
+    )
+    others = [
+        replace(expect, tokens=tokens[:-1]), replace(expect, tokens=(*tokens[:-1], 7)), replace(expect, plan="r2-all"),
+        replace(expect, plan=f"{plan}+kv"), replace(expect, numerics_hash="1" * 16), replace(expect, weight_version=4),
+        replace(expect, weight_version=2), replace(expect, shapes=shapes[1:]), replace(expect, tokens=(-1, *tokens[1:])),
+    ]  # fmt: skip
+    frames = [frame, frame[:-1], frame + b"\0", frame[:30]]
+    for place in {*range(0, 140, 3), *range(140, len(frame), 97), len(frame) - 1}:
+        changed = bytearray(frame)
+        changed[place] ^= 1 << place % 8
+        frames.append(bytes(changed))
+        resealed = bytearray(changed)
+        resealed[24:40] = checksum_of(memoryview(bytes(changed)))
+        frames.append(bytes(resealed))
+    cases = [(one, expect) for one in frames] + [(frame, other) for other in others]
+    glances: list[int | None] = []
+    own = module.opens_as
+    monkeypatch.setattr(module, "opens_as", lambda *args: glances.append(own(*args)) or glances[-1])
+    quick = [_outcome(*case) for case in cases]
+    assert glances[0] is not None and sum(glance is not None for glance in glances) < len(cases) / 2
+    monkeypatch.setattr(module, "opens_as", lambda *_: None)
+    for case, found in zip(cases, quick, strict=True):
+        assert found == _outcome(*case)

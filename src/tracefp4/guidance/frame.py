@@ -28,8 +28,17 @@ from torch import Tensor
 from tracefp4.core import Site, SiteShape
 from tracefp4.errors import ConfigError, GuidanceCorrupt, GuidanceError, GuidanceMismatch, GuidanceStale
 from tracefp4.guidance.codec import chunks, clean_padding, scale_bytes
-from tracefp4.guidance.header import LIMITS, Header, frame_size, open_frame, seal
-from tracefp4.guidance.layout import Layout, RouteShape, copy_rows, layout_of, table_of
+from tracefp4.guidance.header import (
+    LIMITS,
+    Header,
+    frame_size,
+    header_of,
+    open_frame,
+    opens_as,
+    read_plan,
+    seal,
+)
+from tracefp4.guidance.layout import Layout, RouteShape, SiteTable, copy_rows, layout_of, table_of
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, SiteRecord, token_hash
 from tracefp4.guidance.runs import Body, SiteRuns
@@ -184,8 +193,9 @@ def decode(
     """
     frame = _bytes_of(buffer, label)
     table = None if expect is None or expect.shapes is None else table_of(expect.shapes)
-    header, layout, start = open_frame(frame, label, table, checksum)
-    if expect is not None:
+    opened = None if expect is None or table is None else _open_expected(frame, expect, table, checksum)
+    header, layout, start = opened or open_frame(frame, label, table, checksum)
+    if expect is not None and opened is None:
         check_expectation(header, layout.table.shapes, expect, label, same_sites=layout.table is table)
     whole = _tensor_of(frame)
     body, rows = whole[start:], header.rows
@@ -205,6 +215,25 @@ def decode(
         sites=sites,
         routes=routes,
     )
+
+
+def _open_expected(
+    frame: memoryview, expect: Expectation, table: SiteTable, checksum: bytes | None
+) -> tuple[Header, Layout, int] | None:
+    """As :func:`open_frame`, of a frame that is sound and all that is expected of it; ``None`` for any other."""
+    tokens, numerics, weights = expect.tokens, expect.numerics_hash, expect.weight_version
+    if tokens is None or expect.plan is None or numerics is None or weights is None or expect.routes is not None:
+        return None
+    try:
+        plan, name = read_plan(expect.plan)
+        own = token_hash(tokens)
+    except (ConfigError, GuidanceError):
+        return None
+    if name != expect.plan:
+        return None
+    layout = layout_of(plan, table, len(tokens) - 1, None)
+    start = opens_as(frame, layout, own, numerics, weights, checksum)
+    return None if start is None else (header_of(layout, own, numerics, weights), layout, start)
 
 
 def check_expectation(
