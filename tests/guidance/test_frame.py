@@ -337,7 +337,8 @@ def test_what_is_expected_is_read_at_a_glance_and_anything_else_with_care(
     others = [
         replace(expect, tokens=tokens[:-1]), replace(expect, tokens=(*tokens[:-1], 7)), replace(expect, plan="r2-all"),
         replace(expect, plan=f"{plan}+kv"), replace(expect, numerics_hash="1" * 16), replace(expect, weight_version=4),
-        replace(expect, weight_version=2), replace(expect, shapes=shapes[1:]), replace(expect, tokens=(-1, *tokens[1:])),
+        replace(expect, weight_version=2), replace(expect, shapes=shapes[1:]),
+        replace(expect, tokens=(-1, *tokens[1:])),
     ]  # fmt: skip
     frames = [frame, frame[:-1], frame + b"\0", frame[:30]]
     for place in {*range(0, 140, 3), *range(140, len(frame), 97), len(frame) - 1}:
