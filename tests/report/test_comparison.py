@@ -134,6 +134,23 @@ def test_scores_errors_and_paired_differences(results):
     assert qat.largest == pytest.approx(max(abs(v) for r in results.runs["qat"] for v in r.series["logprob_diff/min"].values))  # fmt: skip  # noqa: E501
 
 
+def test_a_gain_is_over_the_arms_own_start(results):
+    rows = {row.method.split()[0]: row for row in build(results, "t1")}
+    for name in ("bf16", "qat"):
+        own = [np.mean(run.last.scores) - np.mean(run.first.scores) for run in results.runs[name]]
+        assert rows[name].gain == pytest.approx(100 * np.mean(own))
+    assert rows["bf16"].beyond is None
+    assert rows["qat"].beyond == pytest.approx(rows["qat"].gain - rows["bf16"].gain)
+    low, high = rows["qat"].beyond_interval
+    assert low < rows["qat"].beyond < high
+    results.runs["qat"][0].first = None
+    assert arm_row(results, results.arm("qat")).gain is not None
+    for run in results.runs["qat"]:
+        run.first = None
+    row = arm_row(results, results.arm("qat"))
+    assert row.gain is None and row.beyond is None and row.difference is not None
+
+
 def test_unequal_warm_starts_are_refused(results):
     results.runs["qat"][1].warm_start = "other"
     with pytest.raises(ConfigError, match=r"'qat' and 'bf16' cannot be paired: with seed 1 .* other and w"):
@@ -195,7 +212,7 @@ def test_markdown_and_csv_hold_every_row(results):
     head, *lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert all(line.count("|") == head.count("|") for line in lines)
     names = [name.strip() for name in head.strip("|").split("|")]
-    assert len(set(names)) == len(names) == 13, "columns that no row fills are left out, and no two have one name"
+    assert len(set(names)) == len(names) == 16, "columns that no row fills are left out, and no two have one name"
     found = list(csv.DictReader(to_csv(rows).splitlines()))
     assert [float(line["score"]) for line in found] == pytest.approx([row.score for row in rows])
     assert all(len(cells(row)) == len(headings("qat")) for row in rows)

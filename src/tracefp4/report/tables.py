@@ -47,6 +47,11 @@ class Row:
     """Difference to the arm that was named for it; ``None`` for that arm."""
     against_interval: tuple[float | None, float | None]
     against_seeds: int
+    gain: float | None
+    """Score less that of the arm's own policy before RL, which a quantized arm may begin lower."""
+    beyond: float | None
+    """Gain less that of the reference; ``None`` for the reference itself."""
+    beyond_interval: tuple[float | None, float | None]
     step: str
     """Evaluation that counts: the last step, or the best."""
     k3: float | None
@@ -73,6 +78,11 @@ def headings(against: str = "") -> list[str]:
         *("rollout", "method", "seeds", "score", "std. error", "95 % interval of the score"),
         *(f"difference to {REFERENCE}", f"95 % interval of the difference to {REFERENCE}"),
         *(f"difference to {against}", f"95 % interval of the difference to {against}"),
+        *(
+            "gain over its own start",
+            f"gain beyond that of {REFERENCE}",
+            f"95 % interval of the gain beyond {REFERENCE}",
+        ),
         *("step", "mismatch k3", "largest log-prob difference", "p99.9 of it"),
         *("recorded bytes a token", "shipped bytes a token", "never shipped"),
         *("pulled", "scale checks failed", "minutes"),
@@ -143,6 +153,9 @@ def _row(
     own = _points(crossed_bootstrap(list(scores.values()))) if scores else None
     difference = paired(results, arm, scores, REFERENCE) if scores and REFERENCE not in same else None
     second = paired(results, arm, scores, against) if scores and against and against not in same else None
+    gains = _gains(runs, scores)
+    gain = _points(crossed_bootstrap(list(gains.values()))) if gains else None
+    beyond = _beyond(results, gains) if REFERENCE not in same else None
     means = [100 * sum(values) / len(values) for values in scores.values()]
     error = float(np.std(means, ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
     return Row(
@@ -159,6 +172,9 @@ def _row(
         against=None if second is None else second.estimate,
         against_interval=(None, None) if second is None else (second.low, second.high),
         against_seeds=0 if second is None else len(_common(results, scores, against)),
+        gain=None if gain is None else gain.estimate,
+        beyond=None if beyond is None else beyond.estimate,
+        beyond_interval=(None, None) if beyond is None else (beyond.low, beyond.high),
         step=step,
         k3=_metric(runs, "mismatch_kl/mean"),
         largest=largest(runs),
@@ -205,6 +221,28 @@ def paired(results: Results, arm: Arm, scores: dict[int, list[float]], other: st
     return _points(crossed_bootstrap(table)) if table else None
 
 
+def _gains(runs: Sequence[RunResult], scores: dict[int, list[float]]) -> dict[int, list[float]]:
+    """What each item gained since the first evaluation of its run, by seed; runs without one are left out."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        before, after = run.first.scores if run.first is not None else [], scores.get(run.seed, [])
+        if after and len(before) == len(after):
+            found[run.seed] = [b - a for a, b in zip(before, after, strict=True)]
+    return found
+
+
+def _beyond(results: Results, gains: dict[int, list[float]]) -> Interval | None:
+    """Gains less those of the reference, over the seeds and items that both have, in points."""
+    runs = results.done(REFERENCE) if REFERENCE in results.runs else []
+    base = _gains(runs, {run.seed: run.last.scores for run in runs if run.last is not None})
+    table = [
+        [a - b for a, b in zip(gains[seed], base[seed], strict=True)]
+        for seed in gains
+        if seed in base and len(base[seed]) == len(gains[seed])
+    ]
+    return _points(crossed_bootstrap(table)) if table else None
+
+
 def _common(results: Results, scores: dict[int, list[float]], other: str) -> list[RunResult]:
     """Finished runs of ``other`` with the seeds that were scored."""
     return [run for run in results.done(other) if run.seed in scores]
@@ -240,6 +278,7 @@ def cells(row: Row) -> list[str]:
         _range(row.interval),
         *(_signed(row.difference, row.difference_seeds, row.seeds), _range(row.difference_interval)),
         *(_signed(row.against, row.against_seeds, row.seeds), _range(row.against_interval)),
+        *(_signed(row.gain, 0, 0), _signed(row.beyond, 0, 0), _range(row.beyond_interval)),
         row.step,
         _number(row.k3, None),
         _number(row.largest, 2),
