@@ -54,10 +54,20 @@ def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-class Repeated:
-    """Work that is done again and again."""
+def first_line(error: RuntimeError) -> str:
+    """What CUDA says where something that is captured waits for the device, without advice."""
+    return str(error).split("\n", 1)[0]
 
-    def __init__(self) -> None:
+
+class Repeated:
+    """Work that is done again and again.
+
+    Args:
+        capture: how it is captured; as a CUDA graph with a pool of its own if ``None``.
+    """
+
+    def __init__(self, capture: Capture | None = None) -> None:
+        self._capture = capture
         self._key: Hashable = None
         self._captured: tuple[list[Tensor], Replay] | None = None
         self.failure: str | None = None
@@ -77,9 +87,9 @@ class Repeated:
             return body()  # compiles kernels and makes tables, which a capture could not
         if self._captured is None:
             try:
-                [self._captured] = cuda_graphs()([body])
+                [self._captured] = (self._capture or cuda_graphs())([body])
             except RuntimeError as error:
-                self.failure = str(error).split("\n", 1)[0]
+                self.failure = first_line(error)
                 return body()
         results, replay = self._captured
         replay()

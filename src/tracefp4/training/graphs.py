@@ -32,7 +32,7 @@ from torch.func import functional_call
 
 from tracefp4.errors import TrainingError
 from tracefp4.guidance.codec import chunks
-from tracefp4.models.repeated import Capture, Replay, cuda_graphs
+from tracefp4.models.repeated import Capture, Repeated, Replay, cuda_graphs, first_line
 from tracefp4.training.batch import GuidedRows, Routes
 from tracefp4.training.rooms import copy_guidance, kind_of, room_for_guidance, room_for_routes
 from tracefp4.training.sites import TrainerSites
@@ -126,7 +126,7 @@ class DecoderGraphs:
         self._leaves = {n: p.detach().requires_grad_() for n, p in named.items()}
         self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
         self._maps: dict[tuple[int, ...], Tensor] = {}
-        self._renewal: tuple[Hashable, Replay] | None = None
+        self._renewal = Repeated(self._capture)
         self.failure: str | None = None
         """Why there are no graphs; everything is computed step by step since."""
         self.beside: Tensor | None = None
@@ -155,7 +155,7 @@ class DecoderGraphs:
         try:
             program = self._program(size, embeds, real)
         except RuntimeError as error:  # what CUDA says where something waits for the device
-            return self._give_up(_first_line(error))
+            return self._give_up(first_line(error))
         hidden, beside = _Replay.apply(self, program, real, embeds, *self._params)
         self.beside = None if program.aside is None else beside
         return hidden
@@ -169,24 +169,18 @@ class DecoderGraphs:
         weights = self._sites.weights
         if self.failure or not weights.stale():
             return
-        if self._renewal is not None and self._renewal[0] == self._reads():
-            self._renewal[1]()
-            weights.rewritten()
-            return
-        weights.refresh()
         if not weights.rewritable:
+            weights.refresh()
             return
 
         def rewrite() -> list[Tensor]:
             weights.rewrite()
             return []
 
-        try:
-            [(_, replay)] = self._capture([rewrite])
-        except RuntimeError as error:
-            self._give_up(_first_line(error))
-        else:
-            self._renewal = (self._reads(), replay)
+        self._renewal.run(self._reads(), rewrite)
+        weights.rewritten()
+        if self._renewal.failure is not None:
+            self._give_up(self._renewal.failure)
 
     def _give_up(self, why: str) -> None:
         self.failure = why
@@ -346,7 +340,3 @@ def refusal(model: Any, sites: TrainerSites, cuda: bool = True) -> str | None:
     if sites.layout.deltas:
         return "its layers with a recurrent state choose their mask on the host"
     return None
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).split("\n", 1)[0]
