@@ -20,10 +20,10 @@ from torch import nn
 
 from tracefp4.core import Kind, Rollout, Site, SiteShape
 from tracefp4.formats.spec import Spec
-from tracefp4.guidance.auto import BITS, CHEAP, SCALE_BITS, Choice, choose_plan
+from tracefp4.guidance.auto import BITS, CHEAP, LARGEST, SCALE_BITS, Choice, choose_plan
 from tracefp4.guidance.plan import ALL_KINDS, Plan
 from tracefp4.guidance.record import Record, restrict
-from tracefp4.guidance.sizes import bytes_per_token, site_bytes
+from tracefp4.guidance.sizes import bytes_per_token
 from tracefp4.models.binding import bind, binding_of, unbind
 from tracefp4.training.batch import Example, collate, plan_micro_batches
 from tracefp4.training.observe import Observer
@@ -76,17 +76,19 @@ def choose_measured(
     """
     examples = [_example(i, r, record) for i, (r, record) in enumerate(zip(rollouts, records, strict=True))][:SEQUENCES]
     scorer = _Scorer(model, sites, examples, temperature, micro_tokens)
-    everything = sum(site_bytes(shape, BITS, SCALE_BITS) for shape in shapes)
-    checked = _choose_checked(scorer, shapes, budget) if pulls and everything > budget else None
+    fits = bytes_per_token(LARGEST, shapes, scorer.num_layers) <= budget
+    checked = _choose_checked(scorer, shapes, budget) if pulls and not fits else None
     return checked or choose_plan(shapes, budget, scorer.gap, scorer.differences())
 
 
 def _choose_checked(scorer: _Scorer, shapes: Sequence[SiteShape], budget: float) -> Choice | None:
     """A checked plan of every site, if one fits and is as good as having the bits."""
-    full = scorer.gap(frozenset(shape.site for shape in shapes))
-    for passes, plan in enumerate(CHECKED, 2):
+    sizes = {plan: bytes_per_token(plan, shapes, scorer.num_layers) for plan in CHECKED}
+    possible = [plan for plan, size in sizes.items() if size <= budget]
+    full = scorer.gap(frozenset(shape.site for shape in shapes)) if possible else 0.0
+    for passes, plan in enumerate(possible, 2):
         gap, pulled = scorer.checked(plan, shapes)
-        size = pulled + bytes_per_token(plan, shapes, scorer.num_layers)
+        size = sizes[plan] + pulled
         if size <= budget and gap <= (1 + CHEAP) * full:
             return Choice(plan, size, gap, full, passes)
     return None
@@ -102,10 +104,13 @@ class _Scorer:
         self._groups = plan_micro_batches(examples, micro_tokens)
         self._device = next(model.parameters()).device
         self.num_layers = sites.layout.num_layers
+        self._gaps: dict[frozenset[Site], float] = {}
 
     def gap(self, chosen: frozenset[Site]) -> float:
-        """Mean of ``abs(delta)`` when the sites ``chosen`` are guided."""
-        return self._run(lambda record: _keep(record, chosen), None)
+        """Mean of ``abs(delta)`` when the sites ``chosen`` are guided, measured once."""
+        if chosen not in self._gaps:
+            self._gaps[chosen] = self._run(lambda record: _keep(record, chosen), None)
+        return self._gaps[chosen]
 
     def checked(self, plan: Plan, shapes: Sequence[SiteShape]) -> tuple[float, float]:
         """Mean of ``abs(delta)`` under a checked plan, and the bytes that it pulls a row."""
