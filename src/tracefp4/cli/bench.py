@@ -91,7 +91,6 @@ def _measure(wanted: Wanted, device: str, repeats: int, output: Path | None) -> 
     bench = Bench(pick_device(device), repeats, show=lambda line: console.print(line, markup=False, soft_wrap=True))
     if output is not None:
         bench.grown = lambda: _write(output, bench.to_dict(finished=False))
-        bench.grown()  # a file that cannot be written is known before anything is measured
     if wanted.case in MODELS:
         _run_model(bench, wanted)
     elif wanted.case == "train":
