@@ -304,7 +304,7 @@ def routing_of_a_layer() -> list[bool]:
         for experts in (128, 256)
     ]  # fmt: skip
     for step in (32, 128, 512):
-        constants = {"ROWS": 8, "BY_PLACE": step < 512, "STEP": step}
+        constants = {"ROWS": 8, "FULL": step > 8, "WORDS": 4, "STEP": step}
         done.append(report(f"route of {step} pairs, one expert", routing._count, ids, constants, step, num_warps=1))
     rows = {
         "positions_ptr": "*i64",

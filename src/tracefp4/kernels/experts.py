@@ -175,18 +175,18 @@ def default_config(weight: ExpertWeight, route: Route) -> Config:
     if route.rows >= 32:
         plain = weight.scales is None
         # Few experts with many tokens each leave most of a GPU without a program, so programs get half the columns.
-        few = route.tiles.shape[0] * weight.out < _WIDE_PROGRAMS * 128
+        few = route.most * weight.out < _WIDE_PROGRAMS * 128
         return Config(64 if few else 128, 1 if plain else _unroll(weight, 2), 4, 4 if plain else 3)
     # Measured on an H200: 16 rows where a row costs more instructions, which MXFP4 does.
     columns, narrowest = 64, 16 if weight.mx else 32
-    while columns > narrowest and route.tiles.shape[0] * weight.out < _PROGRAMS * columns:
+    while columns > narrowest and route.most * weight.out < _PROGRAMS * columns:
         columns //= 2  # a batch of few tiles: narrower programs, so that all of the GPU has work
     if columns < 64:
         plain = weight.scales is None
         return Config(columns, _unroll(weight, 128 // columns if plain else 64 // columns), 1, 3 if plain else 4)
     if weight.scales is None:
         return Config(128, 1, 4, 4)
-    if route.tiles.shape[0] * weight.out <= _RESIDENT * columns:
+    if route.most * weight.out <= _RESIDENT * columns:
         return Config(64, _unroll(weight, 2), 1, 3)
     # 25 programs a multiprocessor: a projection of 128 experts x 1536 rows has no more, so none runs alone at last.
     return Config(64, 1, 1, 3, registers=80 if route.rows == 8 else None)
