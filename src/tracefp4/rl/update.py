@@ -166,11 +166,10 @@ class Updater:
             if not batch.index:
                 self._accompany(batch)
                 continue
-            if observe and tally.wants_observation(batch):
-                tally.observed(self._observe(batch))
-            with self.sites.batch(batch):
+            observer = self._observer(batch, tally) if observe else None
+            with self.sites.batch(batch, observer=observer):
                 scored = score_tokens(self.model, batch, config.sampling.temperature, graphs=self._graphs)
-                logprobs = scored.logprobs
+                logprobs, self.sites.observer = scored.logprobs, None
                 old = tally.old(batch, logprobs)
                 weights, corrected = correction_weights(
                     logprobs.detach() if config.loss.name in BYPASS else old,
@@ -195,17 +194,22 @@ class Updater:
             self.optimizer.collect()
             tally.add(batch, logprobs.detach(), scored.entropy, loss.detach(), stats, corrected)
 
-    @torch.no_grad()
-    def _observe(self, batch: MicroBatch) -> Observer:
-        """What a micro-batch's roundings are like, in a forward pass of its own.
+    def _observer(self, batch: MicroBatch, tally: Tally) -> Observer | None:
+        """Who counts flip rates in the pass that trains, if somebody is to.
 
-        An observer wants codes, which kernels and graphs do not write. If the pass that trains took another way to show
-        them, its last bits would differ, and a run would depend on how often it is measured.
+        An observer wants codes, which graphs do not write. If a pass that trains went without them to show codes, its
+        last bits would differ, and a run would depend on how often it is measured. So beside graphs, which only a
+        trainer alone has, they are counted in a pass of their own.
         """
-        observer = Observer()
-        with self.sites.batch(batch, observer=observer), self.sites.standing_in(batch.guidance, batch.routes):
+        if not tally.wants_observation(batch):
+            return None
+        observer = tally.observed()
+        if self._graphs is None:
+            return observer
+        apart = self.sites.standing_in(batch.guidance, batch.routes)  # checks of scales count once
+        with torch.no_grad(), self.sites.batch(batch, observer=observer), apart:
             token_logprobs(self.model, batch, self.config.sampling.temperature)
-        return observer
+        return None
 
     def _accompany(self, batch: MicroBatch) -> None:
         """Forward and backward of an empty micro-batch, beside the other ranks; it has no share of the gradient."""
@@ -315,12 +319,13 @@ class Tally:
         return out.detach()
 
     def wants_observation(self, batch: MicroBatch) -> bool:
-        """Flip rates are counted on the first guided micro-batch only: they cost a forward pass."""
+        """Flip rates are counted on the first guided micro-batch only: they cost a second quantization or a pass."""
         return batch.guidance is not None and self._observer is None
 
-    def observed(self, observer: Observer) -> None:
-        """Keep what was counted."""
-        self._observer = observer
+    def observed(self) -> Observer:
+        """A new observer, whose counts are part of the metrics."""
+        self._observer = Observer()
+        return self._observer
 
     def add(
         self,
