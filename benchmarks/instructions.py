@@ -273,9 +273,12 @@ def products() -> list[bool]:
                 "ALPHA": not plain, "BIAS": False,
             }  # fmt: skip
             name = f"experts {word} {rows}x{columns}x{64 * unroll} warps {warps} stages {stages}"
-            limit = 80 if rows == 8 and columns == 64 else None
-            done.append(report(name, experts._grouped, kinds, constants, columns * 64 * unroll, num_warps=warps,
-                               num_stages=stages, maxnreg=limit, enable_fp_fusion=False))  # fmt: skip
+            limited = rows == 8 and columns == 64
+            for terms, more in ((1, {"SECOND": False, "second_ptr": None}), (2, {"SECOND": True})):
+                limit = (80 if terms == 1 else 96) if limited else None
+                done.append(report(name + " two terms" * (terms - 1), experts._grouped, kinds, constants | more,
+                                   columns * 64 * unroll, num_warps=warps, num_stages=stages, maxnreg=limit,
+                                   enable_fp_fusion=False))  # fmt: skip
     more = pointers | {"starts_ptr": "*i64"}
     tile = {"TOP_K": 8, "ROWS": 128, "COLUMNS": 128, "STEP": 64, "PER_TOKEN": True}
     for word, inner in (("forward", "w_k"), ("gradient of x", "w_n")):
