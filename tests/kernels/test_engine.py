@@ -32,12 +32,12 @@ def make_model(seed=1, width=64):
     return model
 
 
-def build(device, spec, compile_decode=False, **model_options):
+def build(device, spec, compile_decode=False, residual=0.0, **model_options):
     model, store = make_model(**model_options), MemoryStore()
     plan = Plan.parse("r4-all+mid") if spec.activations is not None else None
     engine = EmbeddedEngine(
         model, None, spec, plan, store, device=device, max_tokens=128, max_batch=4, prefill_chunk=32, cuda_graphs=True,
-        compile_decode=compile_decode,
+        compile_decode=compile_decode, residual=residual,
     )  # fmt: skip
     return engine, store
 
@@ -157,6 +157,40 @@ def test_experts_take_the_bytes_of_their_codes_and_scales_alone(name, device):
     assert engine.weight_bytes == before
     held = dict(engine.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
     assert held.shape == (4, 64, 64) and held.isnan().all()
+
+
+@pytest.mark.parametrize(
+    "name, compiled",
+    [("nvfp4-w4a4-kv4", False), *(pytest.param(*case, marks=QUICK) for case in (
+        ("nvfp4-w4a4-kv4", "eager"), ("mxfp4-w4a4-kv4", False), ("mxfp4-w4a8-kv4", False)))],
+)  # fmt: skip
+@pytest.mark.usefixtures("plain_rounding")
+def test_compensated_experts_take_kernels_too(name, compiled, device, monkeypatch):
+    """Two terms by the grouped kernel, without a float32 sum: records and log-probs are those of the plain code."""
+    spec, request = get_spec(name), Request("a", (3, 9, 1, 7, 5), 1, SamplingParams(max_new_tokens=2, temperature=0.0))
+
+    def generate(**options):
+        torch._dynamo.reset()
+        engine, store = build(device, spec, **options)
+        rollout = engine.generate([request])[0]
+        return engine, rollout, decode(store.get(rollout.guidance))
+
+    def never(*_):
+        raise AssertionError("the terms were added up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tracefp4.models.sites.Operand.whole", never)
+        engine, found, record = generate(residual=0.5, compile_decode=compiled)
+    assert engine._runner.sites.experts_by_kernel
+    monkeypatch.setenv("TRACEFP4_KERNELS", "reference")
+    engine, expected, plain = generate(residual=0.5)
+    assert not engine._runner.sites.experts_by_kernel
+    assert found.response_ids == expected.response_ids
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=0.05)
+    assert record.valid.all() and plain.valid.all() and record.sites.keys() == plain.sites.keys()
+    for site, one in plain.sites.items():
+        same = (record.sites[site].planes[:5] == one.planes[:5]).float().mean()
+        assert same == 1.0 if site.kind in ("k", "v") else same > 0.95
 
 
 @pytest.mark.usefixtures("plain_rounding")
