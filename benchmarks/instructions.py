@@ -40,6 +40,7 @@ from tracefp4.kernels import (
     norm,
     planes,
     quantize,
+    residual,
     rotary,
     routing,
     sample,
@@ -154,6 +155,10 @@ def rounding() -> list[bool]:
         for more in ({}, {"BITS": 1, "VECTORS": 8}):
             done.append(report(f"gate and quantize {name}{' r1 in place' * bool(more)}", quantize._quantize, SMALL,
                                gated | more, 1024, num_warps=1, enable_fp_fusion=False))  # fmt: skip
+        for gate_too in (False, True):
+            constants = shared | {"GATED": gate_too, "BITS": 1, "VECTORS": 1}
+            done.append(report(f"{'gate and ' * gate_too}compensate {name} r1 in place", residual._compensate, SMALL,
+                               constants, 2048, num_warps=4, enable_fp_fusion=False))  # fmt: skip
         for bits, scale_bits, partial in ((1, 8, False), (1, 3, True), (4, 8, False)):
             follow = {"GATED": False, "ORDERED": partial, "PARTIAL": partial, "SCALE_BITS": scale_bits, "BITS": bits,
                       "CODES": False,

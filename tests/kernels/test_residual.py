@@ -62,6 +62,19 @@ def test_other_dtypes_and_rows_with_gaps(name, dtype, device, make_values, same,
     assert same(found.operand, first) and same(other, second) and found.planes is None
 
 
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil"])
+def test_a_nan_is_as_large_as_any_other(name, device, make_values, same, monkeypatch):
+    """Two blocks become NaN; the second terms are all in the first of them, whatever the bits of a NaN."""
+    from tracefp4.kernels.residual import compensate
+
+    n, x = get_numerics(name), make_values(2, 96, "normal", 6, torch.float32)
+    x[0, 3], x.view(torch.int32)[0, 40] = float("nan"), 0x7FFFFFFF
+    _, first, second = plain(x, n, 8 / 96, monkeypatch)
+    found, other = compensate(x.to(device), rules(n), 8)
+    assert same(found.operand, first) and same(other, second)
+    assert other[0, : n.block].isnan().all() and not other[0, n.block :].any()
+
+
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64])
 def test_of_level_channels_the_first_count(count, device, same, monkeypatch):
     """Every second channel misses 0.25, channel 40 misses more, the others nothing."""
