@@ -5,10 +5,10 @@ that it picks the channels with the largest magnitudes and rounds them with the 
 exact in bfloat16 (their sum is not), and a product takes them one after the other.
 
 The largest of a row are found without a sort. Magnitudes are floats that are not negative, so their bits order them as
-integers. Halving the range of those integers, and counting each time how many channels reach the middle, ends at a
-number that just the wanted count reaches, for a row of distinct values after some twenty steps. Where channels are
-level the range shrinks to one number that too many reach; of these the first channels count, and the same search finds
-the last of them by its place.
+integers. Cutting the range of those integers into thirds, and counting each time how many channels reach either cut,
+ends at a number that just the wanted count reaches, after twenty steps at most. Where channels are level the range
+shrinks to one number that too many reach; of these the first channels count, and the same search finds the last of them
+by its place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tracefp4.kernels.scales import block_amax, global_forms, global_from_amax, 
 from tracefp4.kernels.sizes import next_power_of_2
 
 WIDTH_LIMIT = 16384
-"""Longest row: it is held in registers, beside what is left of it."""
+"""Longest row: it is held in registers, beside what is left of it. The search counts in halves of a word."""
 _FEW = 528
 """Rows up to which a GPU of 132 multiprocessors has less than one for each of its schedulers."""
 
@@ -36,15 +36,17 @@ _FEW = 528
 def _reached(key, number, count):
     """A number that ``count`` of ``key`` reach, and how many do: more only where that many are level at it.
 
-    ``key``: int32, of which ``number`` are not negative and take part. The smallest number is 0, which all reach.
+    ``key``: int32, of which ``number`` are not negative and take part; fewer than 2^15, so that one sum counts twice.
     """
-    low, high, reach = 0, tl.max(key) + 1, number
+    low, high, reach = 0, tl.max(key) + 1, number  # enough reach low, too few reach high
     while (reach != count) & (high - low > 1):
-        middle = low + (high - low) // 2
-        found = tl.sum((key >= middle).to(tl.int32))
-        low = tl.where(found >= count, middle, low)
-        reach = tl.where(found >= count, found, reach)
-        high = tl.where(found >= count, high, middle)
+        third = (high - low + 2) // 3
+        lower, upper = low + third, high - third
+        both = tl.sum((key >= lower).to(tl.int32) + ((key >= upper).to(tl.int32) << 16))
+        at_lower, at_upper = both & 0xFFFF, both >> 16
+        high = tl.where(at_upper >= count, high, tl.where(at_lower >= count, upper, lower))
+        low = tl.where(at_upper >= count, upper, tl.where(at_lower >= count, lower, low))
+        reach = tl.where(at_upper >= count, at_upper, tl.where(at_lower >= count, at_lower, reach))
     return low, reach
 
 
