@@ -3,7 +3,7 @@
 #
 #     sh benchmarks/h200.sh FOLDER
 #
-# FOLDER gets one log and one JSON file a step. About fifteen minutes at most: every step has a limit.
+# FOLDER gets one log and one JSON file a step. About eighteen minutes at most: every step has a limit.
 out=${1:?usage: sh benchmarks/h200.sh FOLDER}
 python=${PYTHON:-python}
 mkdir -p "$out"
@@ -44,3 +44,5 @@ bench rollout-compiled 120 rollout --compile
 step test-engine 60 "$python" -m pytest tests/kernels/test_engine.py tests/rollout/test_gpu.py -m gpu -q
 bench capture 60 capture
 bench prefill 50 prefill
+step profile-train 90 "$python" benchmarks/profile_steps.py train --batch 16 --context 512 --arm bf16 --arm "fp4 qat" --arm "fp4 guided" --output "$out/profile-train.json"
+step profile-rollout 90 "$python" benchmarks/profile_steps.py rollout --compile --output "$out/profile-rollout.json"

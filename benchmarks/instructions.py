@@ -174,9 +174,11 @@ def rounding() -> list[bool]:
                            num_warps=4, enable_fp_fusion=False))  # fmt: skip
     frames = {"frames_ptr": BYTES, "source_ptr": "*i64", "strip_ptr": "*i64", "out_ptr": BYTES}
     done.append(report("frames of a batch", stack._stack, frames, {"BYTES": 4096}, 4096, num_warps=4))
-    for bits in (1, 4):
-        for word, kernel in (("pack", planes._pack), ("unpack", planes._unpack)):
-            done.append(report(f"{word} r{bits}", kernel, SMALL, {"BITS": bits, "TILE": 512}, 4096, num_warps=4))
+    for bits in (1, 3, 4):
+        done.append(report(f"pack r{bits}", planes._pack, SMALL, {"BITS": bits, "TILE": 512}, 4096, num_warps=4))
+        whole = {"planes_ptr": "*i32", "low_ptr": "*i32"}
+        constants = {"BITS": bits, "UNIT": 32, "TILE": 128}
+        done.append(report(f"unpack r{bits}", planes._unpack, whole, constants, 4096, num_warps=4))
     for name in ("sglang-kv-nvfp4", "mxfp4-ceil"):
         for queries, norm_of in ((0, False), (32, False), (32, True)):
             constants = {"HEADS": 4, "D": 128, "FP4": True, "QUERIES": queries, "ROWS": 4 if queries else 1,
@@ -312,7 +314,7 @@ def routing_of_a_layer() -> list[bool]:
         for experts in (128, 256)
     ]  # fmt: skip
     for step in (32, 128, 512):
-        constants = {"ROWS": 8, "BY_PLACE": step < 512, "STEP": step}
+        constants = {"ROWS": 8, "FULL": step > 8, "WORDS": 4, "STEP": step}
         done.append(report(f"route of {step} pairs, one expert", routing._count, ids, constants, step, num_warps=1))
     rows = {
         "positions_ptr": "*i64",

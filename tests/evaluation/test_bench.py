@@ -14,7 +14,7 @@ from tracefp4.cli.main import app, load_command
 from tracefp4.core import Request, SamplingParams
 from tracefp4.errors import ConfigError
 from tracefp4.evaluation import bench_capture, bench_engine, bench_frames, bench_rollout
-from tracefp4.evaluation.bench import Bench
+from tracefp4.evaluation.bench import Bench, Row
 from tracefp4.evaluation.bench_shapes import SHAPES, Sizes, random_model, sizes
 from tracefp4.formats.spec import get_spec
 from tracefp4.rollout.embedded import EmbeddedEngine
@@ -287,3 +287,42 @@ def test_a_tiny_shape_runs_by_default(case):
 def test_rows_come_out_as_they_are_measured():
     result = CliRunner().invoke(app, ["bench", "codec", "--device", "cpu", "--rows", "16", "--repeats", "1", "--json"])
     assert "pack r1, fp4: " in result.stderr and json.loads(result.stdout)["notes"] == []
+
+
+def test_the_best_of_one_has_nothing_in_brackets(bench):
+    assert bench.best("case", "one", [("alone", [lambda: 0])], 1.0) == "alone"
+    slow = [lambda: sum(range(100000))]
+    assert bench.best("case", "two", [("slow", slow), ("fast", [lambda: 0])], 1.0) == "fast"
+    one, two = (row.detail for row in bench.rows)
+    assert one == "alone" and two.startswith("fast (slow ") and two.endswith(")")
+
+
+def test_a_run_that_is_cut_short_keeps_the_rows_that_it_had(tmp_path, monkeypatch):
+    path, seen = tmp_path / "new" / "found.json", []
+
+    def cut_short(bench, rows):
+        for value in (2.0, 1.0):
+            bench.keep(Row("pack", "bf16" if value == 2 else "fp4", value, "us"))
+            seen.append(json.loads(path.read_text()))
+        bench.fail("unpack", "fp4", "no room")
+        bench.note("gone was left out")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tracefp4.evaluation.bench_kernels.bench_codec", cut_short)
+    words = ["bench", "codec", "--device", "cpu", "--output", str(path)]
+    assert CliRunner().invoke(app, words).exit_code != 0
+    found = json.loads(path.read_text())
+    assert [len(one["rows"]) for one in seen] == [1, 2] and not any(one["finished"] for one in seen)
+    assert [row["ratio_to_bf16"] for row in found["rows"]] == [1, 2] and not found["finished"]
+    assert found["failures"] == ["unpack, fp4: no room"] and found["notes"] == ["gone was left out"]
+    assert found["copy_bandwidth"] is None  # no case had asked for it, and nothing is measured just to write a file
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_run_that_ends_says_so_in_its_file(tmp_path, monkeypatch):
+    path = tmp_path / "found.json"
+    monkeypatch.setattr(Bench, "bandwidth", 1e9)
+    words = ["bench", "codec", "--device", "cpu", "--rows", "16", "--repeats", "1", "--json", "--output", str(path)]
+    result = CliRunner().invoke(app, words)
+    found = json.loads(path.read_text())
+    assert found == json.loads(result.stdout) and found["finished"] and found["copy_bandwidth"] == 1e9

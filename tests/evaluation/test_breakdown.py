@@ -39,10 +39,31 @@ def test_a_step_records_into_its_own_record_and_stores_into_its_own_pool(device)
     assert dense.pool.numerics is None and all(dense.pool._codes[:, slot].any() for slot in slots)
     recorded.seconds(1)
     assert torch.equal(engine.capture._rows, kept) and (sites.pool, sites.capture) == (engine.pool, engine.capture)
-    written = recorded.capture._rows.any(dim=1).nonzero().flatten().tolist()
-    assert written == slots
+    # A graph is made for a batch of 4; its fourth row fills it up and writes where no sequence has a page.
+    padded = engine._runner.graphs is not None and engine._runner.graphs.padded(3) > 3
+    assert _written(recorded) == slots + [engine.pages.padding_page * engine.pages.page_size] * padded
     tickets = [rows.tickets for rows in recorded.capture.read(torch.tensor(slots, device=device)) if rows is not None]
     assert len(tickets) == 2 and all((found == 1).all() for found in tickets)
+
+
+def test_a_padding_row_writes_to_the_padding_page_alone_and_bears_no_ticket():
+    """What a graph does that is replayed for fewer sequences than it has rows, without a graph."""
+    engine = engine_of(plan="r1-all")
+    steps = Steps(engine, 3, 10)
+    recorded = steps.step(Plan.parse("r4-all+mid"))
+    inputs = engine._runner.inputs.fill(recorded.rows, 4, recorded.width)
+    with torch.no_grad(), recorded._serving():
+        engine._runner.decode_step(inputs, False)
+    padding = engine.pages.padding_page * engine.pages.page_size
+    assert padding == 256 and _written(recorded) == [9, 21, 33, padding]
+    assert recorded.capture.stamps(torch.tensor([33, padding])).tolist() == [1, 0]
+    found = [rows.tickets for rows in recorded.capture.read(torch.tensor([33, padding])) if rows is not None]
+    assert all((tickets[:, 0] == 1).all() and (tickets[:, 1] == 0).all() for tickets in found)
+
+
+def _written(step):
+    """Slots whose rows of the step's record are not as they were made."""
+    return step.capture._rows.any(dim=1).nonzero().flatten().tolist()
 
 
 def test_the_parts_are_differences_of_steps_and_what_their_rows_cost_at_the_end(monkeypatch):

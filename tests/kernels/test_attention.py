@@ -168,7 +168,7 @@ def test_decode_attention(name, width, heads, group, device):
 def configurations():
     """All that the benchmark times. An interpreter knows neither warps nor stages, so one of a width does there."""
     for shape, (heads, kv_heads, width) in ATTENTION.items():
-        for index, config in enumerate(attention_configs(width)):
+        for index, config in enumerate(attention_configs()):
             for name in ("nvfp4-te", "mxfp4-ceil", None):
                 quick = GPU or (shape == "gpt-oss" and index == 0 and name != "mxfp4-ceil")
                 marks = [] if quick else [pytest.mark.slow]

@@ -69,12 +69,7 @@ def run(
         case, tuple(batch or ()), tuple(context or ()), tuple(shape or ()), tuple(arm or ()), budget, compiled,
         state_dtype, skew, quick, rows, layers, recompute,
     )  # fmt: skip
-    found = _measure(wanted, device, repeats)
-    if output is not None:
-        import json
-
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = _measure(wanted, device, repeats, output)
     emit(found, as_json=as_json, text=_table(found))
 
 
@@ -88,12 +83,14 @@ def _given(ctx: typer.Context) -> list[str]:
     return found
 
 
-def _measure(wanted: Wanted, device: str, repeats: int) -> dict[str, Any]:
-    """Run one case; its rows come out on standard error as they are measured."""
+def _measure(wanted: Wanted, device: str, repeats: int, output: Path | None) -> dict[str, Any]:
+    """Run one case; its rows come out on standard error, and stand in ``output``, as soon as they are measured."""
     from tracefp4.evaluation.bench import Bench, pick_device
 
     console = stderr_console()
     bench = Bench(pick_device(device), repeats, show=lambda line: console.print(line, markup=False, soft_wrap=True))
+    if output is not None:
+        bench.grown = lambda: _write(output, bench.to_dict(finished=False))
     if wanted.case in MODELS:
         _run_model(bench, wanted)
     elif wanted.case == "train":
@@ -102,7 +99,18 @@ def _measure(wanted: Wanted, device: str, repeats: int) -> dict[str, Any]:
         _frames(bench, wanted)
     else:
         _run_kernels(bench, wanted)
-    return bench.to_dict()
+    found = bench.to_dict()
+    if output is not None:
+        _write(output, found)
+    return found
+
+
+def _write(output: Path, found: dict[str, Any]) -> None:
+    import json
+
+    from tracefp4.report.run_report import write_text
+
+    write_text(output, json.dumps(found, indent=1) + "\n")
 
 
 def _run_kernels(bench: Any, wanted: Wanted) -> None:

@@ -36,6 +36,8 @@ class Row:
     ratio_to_bf16: float | None = None
     """Above 1: faster than the bfloat16 arm of the same name."""
     detail: str = ""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """What the value is made of, by names that end in their unit."""
 
 
 @dataclass(slots=True)
@@ -50,6 +52,8 @@ class Bench:
     """What was left out, and why."""
     show: Callable[[str], object] | None = None
     """Told of every row, failure and note as it comes, in one line."""
+    grown: Callable[[], object] | None = None
+    """Called after each of them, so that a run that is killed keeps what it had."""
     _bandwidth: float | None = None
     _launch: float | None = None
 
@@ -110,8 +114,8 @@ class Bench:
             return None
         seconds, detail = min(found)
         others = ", ".join(f"{text} {1e6 * value:.1f}" for value, text in sorted(found)[1:])
-        row = Row(name, arm, 1e6 * seconds, "us", 1e6 * nbytes / self.bandwidth, detail=f"{detail} ({others})")
-        self.keep(row)
+        text = f"{detail} ({others})" if others else detail
+        self.keep(Row(name, arm, 1e6 * seconds, "us", 1e6 * nbytes / self.bandwidth, detail=text))
         return detail
 
     def keep(self, row: Row) -> None:
@@ -135,9 +139,11 @@ class Bench:
     def _say(self, line: str) -> None:
         if self.show is not None:
             self.show(line)
+        if self.grown is not None:
+            self.grown()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, with ratios filled in."""
+    def to_dict(self, *, finished: bool = True) -> dict[str, Any]:
+        """Everything, with ratios filled in; nothing is measured for it if the run is not ``finished``."""
         base = {row.name: row.value for row in self.rows if row.arm == "bf16"}
         for row in self.rows:
             if row.name in base:
@@ -147,7 +153,8 @@ class Bench:
         return {
             "device": name,
             "torch": torch.__version__,
-            "copy_bandwidth": self.bandwidth,
+            "finished": finished,
+            "copy_bandwidth": self.bandwidth if finished else self._bandwidth,
             "rows": [asdict(row) for row in self.rows],
             "failures": self.failures,
             "notes": self.notes,

@@ -97,7 +97,7 @@ def _attention_case(bench: Bench, shape: str, batch: int, context: int) -> None:
         fill_codes(kv.codes, kv.scales, kv.mx)
         nbytes = kv.codes.nbytes + (0 if kv.scales is None else kv.scales.nbytes)
         cases = []
-        for span, rows, warps, stages in attention_configs(width):
+        for span, rows, warps, stages in attention_configs():
             text = f"span {span} rows {rows} warps {warps} stages {stages}"
             work: Work = lambda kv=kv, c=(span, rows, warps, stages): decode_attention(  # noqa: E731
                 q, kv, pages, lengths, width**-0.5, span=c[0], rows=c[1], warps=c[2], stages=c[3]
@@ -112,10 +112,10 @@ def _attention_case(bench: Bench, shape: str, batch: int, context: int) -> None:
     bench.add(name, "sdpa", [dense], k.nbytes + v.nbytes)
 
 
-def attention_configs(width: int) -> list[tuple[int, int, int, int]]:
+def attention_configs() -> list[tuple[int, int, int, int]]:
     """Span, rows, warps, stages."""
-    found = [(256, 32, 1, 5), (512, 32, 1, 3), (1024, 32, 1, 2), (1024, 32, 1, 3), (1024, 32, 1, 5), (1024, 64, 2, 3)]
-    return found if width == 256 else [*found, (1024, 64, 1, 3)]
+    found = [(span, 32, 1, stages) for span in (256, 512, 1024) for stages in (5, 6)]
+    return [*found, (1024, 32, 1, 2), (1024, 32, 1, 7), (1024, 64, 2, 3)]
 
 
 def fill_codes(codes: Tensor, scales: Tensor | None, mx: bool) -> None:

@@ -16,7 +16,8 @@ host's work count as zero in it. Model and prompts are random, no token ends a s
 
 Guidance waits with the engine until it is claimed, as in a run, where only that of samples that train is. So the
 recorded arm claims nothing, and a second row of it adds the time in which all frames are written once the rollout is
-over. What is timed is an engine's second rollout.
+over. What is timed is an engine's second rollout, watched while it runs (:mod:`tracefp4.evaluation.watch`): a row has
+the time of prefill, of decode steps on the host and on the device, and of the rest as numbers.
 """
 
 from __future__ import annotations
@@ -39,12 +40,45 @@ from tracefp4.evaluation.bench_engine import (
     prompt_of,
     release,
     slice_of,
+    step_seconds,
 )
+from tracefp4.evaluation.watch import watched
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.store import Store
 from tracefp4.guidance.workers import side_by_side
+from tracefp4.rollout.embedded import EmbeddedEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine is to sample."""
+
+    prompts: int = 64
+    samples: int = 8
+    prompt_length: int = 64
+    new_tokens: int = 256
+
+    @property
+    def batch(self) -> int:
+        """Sequences, which all decode at once."""
+        return self.prompts * self.samples
+
+    @property
+    def context(self) -> int:
+        """Tokens of a sequence in the end."""
+        return self.prompt_length + self.new_tokens
+
+    def requests(self, seed: int) -> list[Request]:
+        """The prompts, others for each seed."""
+        sampling = SamplingParams(max_new_tokens=self.new_tokens, seed=seed)
+        return [prompt_of(f"{seed}.{i}", self.prompt_length, i, sampling, self.samples) for i in range(self.prompts)]
+
+    def engine(self, part: Slice, spec: str, plan: str | None, device: torch.device, store: Store) -> EmbeddedEngine:
+        """An engine with room for all of it."""
+        room = self.batch * (paged(self.context) + PAGE)
+        return make_engine(part, spec, plan, device, room, self.batch, store=store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +96,8 @@ class Claims:
 
 LAYER_KERNELS, STEP_KERNELS = 13, 5
 """Dependent kernels of a layer, and around the layers."""
+DEVICE_REPEATS = 20
+"""Replays of the graph of a step of all sequences, at half of their responses; the median counts."""
 ARMS = (("bf16", None), ("nvfp4-w4a4-kv4", None), ("nvfp4-w4a4-kv4", "r1-all+mid/s3"))
 
 
@@ -76,25 +112,37 @@ def bench_rollout(
     compiled: bool = False,
 ) -> None:
     """Tokens a second of a whole rollout, for BF16, FP4, FP4 with guidance recorded, and with all of it claimed."""
-    part = slice_of(name, layers, prompt_length + new_tokens, compiled)
+    load = Load(prompts, samples, prompt_length, new_tokens)
+    part = slice_of(name, layers, load.context, compiled)
     for spec, plan in ARMS:
-        arm, case = arm_of(spec, plan), f"rollout {name} {prompts * samples}x{new_tokens}{part.suffix}"
+        arm, case = arm_of(spec, plan), f"rollout {name} {load.batch}x{new_tokens}{part.suffix}"
         try:
-            seconds, claims = _seconds(bench, part, spec, plan, prompts, samples, new_tokens)
+            seconds, numbers, claims = _measured(bench, part, spec, plan, load)
         except failures() as error:
             bench.fail(case, arm, error)
             release()
             continue
         release()
-        tokens = prompts * samples * new_tokens
-        moved, launched = step_bounds(bench, part, spec, prompts * samples, new_tokens)
+        tokens = load.batch * new_tokens
+        moved, launched = step_bounds(bench, part, spec, load.batch, new_tokens)
         steps = new_tokens - 1
         bound = tokens / (steps * max(moved, launched))
-        detail = f"bound of a step: bytes {1e6 * moved:.0f} us, launches {1e6 * launched:.0f} us"
-        bench.keep(Row(case, arm, tokens / seconds, "tok/s", bound, detail=detail))
+        detail = f"{_said(numbers)}; bound of a step: bytes {1e6 * moved:.0f} us, launches {1e6 * launched:.0f} us"
+        bench.keep(Row(case, arm, tokens / seconds, "tok/s", bound, detail=detail, numbers=numbers))
         if claims is not None:
             rate = tokens / (seconds + claims.seconds)
-            bench.keep(Row(case, f"{arm} all claimed", rate, "tok/s", bound, detail=str(claims)))
+            numbers = {"frames": claims.frames, "frame_bytes": claims.nbytes, "claim_ms": 1e3 * claims.seconds}
+            bench.keep(Row(case, f"{arm} all claimed", rate, "tok/s", bound, detail=str(claims), numbers=numbers))
+
+
+def _said(numbers: dict[str, float]) -> str:
+    """Where the time went, in words."""
+    text = f"prefill {numbers['prefill_ms']:.0f} ms, {numbers['steps']} steps {numbers['decode_ms']:.0f} ms"
+    if "between_launches_us" in numbers:
+        text += f" (us: {numbers['between_launches_us']:.0f}, p95 {numbers['between_launches_p95_us']:.0f}"
+        text += f", host {numbers['host_us']:.0f}"
+        text += f", device {numbers['device_step_us']:.0f})" if "device_step_us" in numbers else ")"
+    return text + f", rest {numbers['rest_ms']:.0f} ms"
 
 
 def step_bounds(bench: Bench, part: Slice, spec: str, batch: int, new_tokens: int) -> tuple[float, float]:
@@ -104,31 +152,32 @@ def step_bounds(bench: Bench, part: Slice, spec: str, batch: int, new_tokens: in
     return moved, (part.layers * LAYER_KERNELS + STEP_KERNELS) * bench.launch
 
 
-def _seconds(
-    bench: Bench, part: Slice, spec: str, plan: str | None, prompts: int, samples: int, new_tokens: int
-) -> tuple[float, Claims | None]:  # fmt: skip
-    """Seconds of the rollout, and what came of its guidance if there is any."""
-    batch, store = prompts * samples, LateStore(MemoryStore())
-    room = batch * (paged(part.context) + PAGE)
-    engine = make_engine(part, spec, plan, bench.device, room, batch, store=store)
-    length = part.context - new_tokens
-
-    def requests(seed: int) -> list[Request]:
-        sampling = SamplingParams(max_new_tokens=new_tokens, seed=seed)
-        return [prompt_of(f"{seed}.{i}", length, i, sampling, samples) for i in range(prompts)]
-
+def _measured(
+    bench: Bench, part: Slice, spec: str, plan: str | None, load: Load
+) -> tuple[float, dict[str, float], Claims | None]:
+    """Seconds of the rollout, where they went, and what came of its guidance if there is any."""
+    store = LateStore(MemoryStore())
+    engine = load.engine(part, spec, plan, bench.device, store)
     # The first rollout compiles, captures graphs and finds memory for guidance; what counts is every later one.
-    _claim(store, engine.generate(requests(0)))
+    _claim(store, engine.generate(load.requests(0)))
     store.clear()
-    start = time.perf_counter()
-    rollouts = engine.generate(requests(1))
-    if bench.device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    short_ones = sum(len(rollout.response_ids) < new_tokens for rollout in rollouts)
+    with watched(engine) as watch:
+        start = time.perf_counter()
+        rollouts = engine.generate(load.requests(1))
+        if bench.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    short_ones = sum(len(rollout.response_ids) < load.new_tokens for rollout in rollouts)
     if short_ones:
-        raise RuntimeError(f"{short_ones} of {len(rollouts)} sequences ended before {new_tokens} tokens")
-    return seconds, _claim(store, rollouts)
+        raise RuntimeError(f"{short_ones} of {len(rollouts)} sequences ended before {load.new_tokens} tokens")
+    numbers, claims = watch.numbers(seconds), _claim(store, rollouts)
+    if bench.device.type == "cuda":
+        context = load.context - load.new_tokens // 2
+        try:
+            numbers["device_step_us"] = 1e6 * step_seconds(engine, load.batch, context, DEVICE_REPEATS)
+        except failures() as error:  # the rollout is measured all the same
+            bench.fail(f"rollout {part.name}, a step on the device", arm_of(spec, plan), error)
+    return seconds, numbers, claims
 
 
 def _claim(store: Store, rollouts: Sequence[Rollout]) -> Claims | None:

@@ -82,11 +82,15 @@ class Step:
         self.graphs.run(self.rows, self.width, False)
         return self.graphs.captured(len(self.rows), self.width, False).replay
 
-    @torch.no_grad()
+    @contextmanager
+    def ready(self) -> Iterator[Callable[[], object]]:
+        """The step, to be launched as often as one likes: captured on a GPU, else as the engine runs it."""
+        with torch.no_grad(), self._serving():
+            yield self._launch()
+
     def seconds(self, repeats: int = 1) -> list[float]:
         """Seconds of ``repeats`` steps, after one that does not count."""
-        with self._serving():
-            launch = self._launch()
+        with self.ready() as launch:
             if self.engine.device.type == "cuda":
                 return device_seconds(launch, repeats)
             launch()

@@ -203,19 +203,19 @@ def default_config(weight: ExpertWeight, route: Route, terms: int = 1) -> Config
     if route.rows >= 32:
         plain = weight.scales is None
         # Few experts with many tokens each leave most of a GPU without a program, so programs get half the columns.
-        few = route.tiles.shape[0] * weight.out < _WIDE_PROGRAMS * 128
+        few = route.most * weight.out < _WIDE_PROGRAMS * 128
         unroll = 1 if plain or terms * route.rows > 64 else _unroll(weight, 2)
         return Config(64 if few else 128, unroll, 4, 4 if plain else 3)
     # Measured on an H200: 16 rows where a row costs more instructions, which MXFP4 does.
     columns, narrowest = 64, 16 if weight.mx else 32
-    while columns > narrowest and route.tiles.shape[0] * weight.out < _PROGRAMS * columns:
+    while columns > narrowest and route.most * weight.out < _PROGRAMS * columns:
         columns //= 2  # a batch of few tiles: narrower programs, so that all of the GPU has work
     if columns < 64:
         plain = weight.scales is None
         return Config(columns, _unroll(weight, 128 // columns if plain else 64 // columns), 1, 3 if plain else 4)
     if weight.scales is None:
         return Config(128, 1, 4, 4)
-    if route.tiles.shape[0] * weight.out <= _RESIDENT * columns:
+    if route.most * weight.out <= _RESIDENT * columns:
         return Config(64, _unroll(weight, 2), 1, 3)
     # 25 programs a multiprocessor: a projection of 128 experts x 1536 rows has no more, so none runs alone at last.
     # Two terms would spill at 80 registers; at 96 there are 21 programs.

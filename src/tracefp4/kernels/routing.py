@@ -5,15 +5,18 @@ by side, in tiles of a fixed number of rows. Nothing here waits for the host: th
 only its bound, and a program whose tile is empty ends at once. So a decode step can be captured in a CUDA graph.
 
 Sorting is counting: the place of a pair is the number of pairs that come before it, by expert and then by pair. One
-warp counts for one expert, and no warp waits for another one. That works because the list of tiles has holes. An expert
-whose pairs stand at the places ``first..end-1`` owns entries of the list that follow from these two numbers alone, and
-writes each of them, with a tile or an empty one::
+warp counts for one expert, and no warp waits for another one. It counts the experts that were hit as well, those in
+front of its own and all of them, ``hits``; from these numbers and the places of its pairs, ``first..end-1``, follow the
+entries of the list that its expert owns. It writes each of them, with a tile or an empty one::
 
-    few pairs, one entry each     entries first..end-1, a tile of the expert in each of the first
-    more                          entry e of expert e: its last tile, which may be partly filled;
-                                  entries E + ceil(first / rows) .. E + ceil(end / rows) - 1: its full tiles
+    entries 0 .. hits-1             one of each expert that was hit: its last tile, which may be partly filled
+    hits + ceil(first / rows) ..    one expert's full tiles; between two multiples of ``rows`` lies at most one start
+    hits + ceil(end / rows) - 1     of a full tile, so there are always enough entries
+    the rest                        empty, one of each expert that was not hit
 
-Between two multiples of ``rows`` lies at most one start of a full tile, so the second range is never too short.
+So tiles stand side by side, and what a product launches for empty entries comes last. That matters: a GPU that has
+room for all programs of a launch deals them out in their order, and if every second one were empty some
+multiprocessors would get half as many real ones again as others.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.sizes import cdiv
+from tracefp4.kernels.sizes import cdiv, next_power_of_2
 
 COUNTING_LIMIT = 8192
 """Most pairs that are sorted by counting; every program reads all of them, so more are sorted by PyTorch."""
@@ -43,45 +46,70 @@ class Route:
     """Most pairs of a tile."""
     top_k: int
 
+    @property
+    def most(self) -> int:
+        """Tiles that there can be, as far as the host knows."""
+        return min(self.order.numel(), self.tiles.shape[0])
+
 
 @triton.jit
-def _list_tiles(tiles_ptr, expert, first, size, experts, ROWS: tl.constexpr, BY_PLACE: tl.constexpr):
-    """Write the entries that one expert owns in the list of tiles."""
-    entry = tl.arange(0, 32)
+def _either(a, b):
+    return a | b
+
+
+@triton.jit
+def _list_tiles(tiles_ptr, expert, first, size, rank, hits, pairs, count, ROWS: tl.constexpr, FULL: tl.constexpr):
+    """Write the entries that one expert owns in the list of tiles; ``rank`` of those hit are in front of it."""
     end = first + size
-    if BY_PLACE:
-        base, owned, limit = first, size, end
-    else:
+    limit = first + tl.maximum(size - 1, 0) // ROWS * ROWS  # where the last tile begins
+    rest = hits + expert - rank
+    if FULL:
+        rest += (pairs + ROWS - 1) // ROWS
+    own = tl.where(size > 0, rank, rest)
+    if own < count:
+        tl.store(tiles_ptr + own * 3, expert)
+        tl.store(tiles_ptr + own * 3 + 1, limit)
+        tl.store(tiles_ptr + own * 3 + 2, end)
+    if FULL:
+        entry = tl.arange(0, 32)
         before = (first + ROWS - 1) // ROWS
-        base, owned = experts + before, (end + ROWS - 1) // ROWS - before
-        limit = first + tl.maximum(size - 1, 0) // ROWS * ROWS  # where the last tile begins
-        tl.store(tiles_ptr + expert * 3, expert)
-        tl.store(tiles_ptr + expert * 3 + 1, limit)
-        tl.store(tiles_ptr + expert * 3 + 2, end)
-    for done in range(0, owned, 32):
-        index = done + entry
-        start = tl.minimum(first + index * ROWS, limit)
-        at, mine = tiles_ptr + (base + index) * 3, index < owned
-        tl.store(at, tl.zeros_like(index) + expert, mask=mine)
-        tl.store(at + 1, start, mask=mine)
-        tl.store(at + 2, tl.minimum(start + ROWS, limit), mask=mine)
+        owned = (end + ROWS - 1) // ROWS - before
+        for done in range(0, owned, 32):
+            index = done + entry
+            start = tl.minimum(first + index * ROWS, limit)
+            at, mine = tiles_ptr + (hits + before + index) * 3, index < owned
+            tl.store(at, tl.zeros_like(index) + expert, mask=mine)
+            tl.store(at + 1, start, mask=mine)
+            tl.store(at + 2, tl.minimum(start + ROWS, limit), mask=mine)
 
 
 @triton.jit
 def _count(
-    experts_ptr, order_ptr, tiles_ptr, pairs, experts,
-    ROWS: tl.constexpr, BY_PLACE: tl.constexpr, STEP: tl.constexpr,
+    experts_ptr, order_ptr, tiles_ptr, pairs, count,
+    ROWS: tl.constexpr, FULL: tl.constexpr, WORDS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One program an expert: where its pairs begin, their order, its tiles."""
+    """One program an expert: where its pairs begin, their order, its tiles. ``WORDS`` of 32 bits hold all experts."""
     expert = tl.program_id(0)
-    lane = tl.arange(0, STEP)
+    lane, bit = tl.arange(0, STEP), tl.arange(0, 32)
     below, own = tl.zeros((STEP,), tl.int32), tl.zeros((STEP,), tl.int32)
+    seen = (tl.full((), 0, tl.int32),) * WORDS
     for done in range(0, pairs, STEP):
         chosen = tl.load(experts_ptr + done + lane, mask=done + lane < pairs, other=2**30).to(tl.int32)
         below += (chosen < expert).to(tl.int32)
         own += (chosen == expert).to(tl.int32)
+        found = ()
+        for word in tl.static_range(WORDS):
+            mine = tl.where(chosen // 32 == word, 1 << (chosen % 32), 0)
+            found = found + (seen[word] | tl.reduce(mine, 0, _either),)
+        seen = found
+    hit, before = tl.zeros((32,), tl.int32), tl.zeros((32,), tl.int32)
+    for word in tl.static_range(WORDS):
+        there = (seen[word] >> bit) & 1
+        hit += there
+        before += tl.where(word * 32 + bit < expert, there, 0)
     first, size = tl.sum(below, axis=0), tl.sum(own, axis=0)
-    _list_tiles(tiles_ptr, expert, first, size, experts, ROWS, BY_PLACE)
+    hits, rank = tl.sum(hit, axis=0), tl.sum(before, axis=0)
+    _list_tiles(tiles_ptr, expert, first, size, rank, hits, pairs, count, ROWS, FULL)
     if size > 0:
         place = first
         for done in range(0, pairs, STEP):
@@ -93,19 +121,25 @@ def _count(
 
 
 @triton.jit
-def _cut(starts_ptr, tiles_ptr, experts, count, ROWS: tl.constexpr, BY_PLACE: tl.constexpr):
+def _cut(
+    starts_ptr, tiles_ptr, experts, pairs, count, ROWS: tl.constexpr, FULL: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
     """One program an expert and layer: its tiles, of pairs that are sorted already."""
     expert = tl.program_id(0)
     starts_ptr += tl.program_id(1) * (experts + 1)
     tiles_ptr += tl.program_id(1) * count * 3
+    other = tl.arange(0, SIZE)
+    begin = tl.load(starts_ptr + other, mask=other < experts, other=0)
+    hit = (tl.load(starts_ptr + other + 1, mask=other < experts, other=0) > begin).to(tl.int32)
+    hits, rank = tl.sum(hit, axis=0), tl.sum(tl.where(other < expert, hit, 0), axis=0)
     first = tl.load(starts_ptr + expert).to(tl.int32)
     size = tl.load(starts_ptr + expert + 1).to(tl.int32) - first
-    _list_tiles(tiles_ptr, expert, first, size, experts, ROWS, BY_PLACE)
+    _list_tiles(tiles_ptr, expert, first, size, rank, hits, pairs, count, ROWS, FULL)
 
 
 def max_tiles(pairs: int, experts: int, rows: int) -> int:
     """Entries of the list of tiles of ``pairs`` pairs."""
-    return min(pairs, experts + cdiv(pairs, rows))
+    return min(pairs, experts) + (cdiv(pairs, rows) if pairs > rows else 0)
 
 
 def route(experts: Tensor, num_experts: int, rows: int) -> Route:
@@ -120,16 +154,19 @@ def route(experts: Tensor, num_experts: int, rows: int) -> Route:
     pairs = flat.numel()
     count = max_tiles(pairs, num_experts, rows)
     tiles = torch.empty(count, 3, dtype=torch.int32, device=flat.device)
-    constants = {"ROWS": rows, "BY_PLACE": count == pairs}
+    constants = {"ROWS": rows, "FULL": pairs > rows}
     if pairs > COUNTING_LIMIT:
         order, starts = _sort(flat.to(torch.int32), num_experts)
-        _cut[(num_experts, 1)](starts, tiles, num_experts, count, **constants, num_warps=1)
+        _cut[(num_experts, 1)](
+            starts, tiles, num_experts, pairs, count, **constants, SIZE=next_power_of_2(num_experts), num_warps=1
+        )  # fmt: skip
         return Route(order.to(torch.int32), tiles, rows, experts.shape[-1])
     order = torch.empty(pairs, dtype=torch.int32, device=flat.device)
     step = next((step for step in (32, 128, 512) if pairs <= step), 2048)
     _count[(num_experts,)](
-        flat, order, tiles, pairs, num_experts, **constants, STEP=step, num_warps=4 if step == 2048 else 1
-    )
+        flat, order, tiles, pairs, count, **constants, WORDS=cdiv(num_experts, 32), STEP=step,
+        num_warps=4 if step == 2048 else 1,
+    )  # fmt: skip
     return Route(order, tiles, rows, experts.shape[-1])
 
 
@@ -154,7 +191,8 @@ def route_layers(experts: Tensor, num_experts: int, rows: int) -> list[tuple[Rou
     tiles = torch.empty(layers, count, 3, dtype=torch.int32, device=device)
     if pairs:
         _cut[(num_experts, layers)](
-            starts, tiles, num_experts, count, ROWS=rows, BY_PLACE=count == pairs, num_warps=1
+            starts, tiles, num_experts, pairs, count, ROWS=rows, FULL=pairs > rows,
+            SIZE=next_power_of_2(num_experts), num_warps=1,
         )  # fmt: skip
     routes = (
         Route(mine, cut, rows, experts.shape[-1]) for mine, cut in zip(order.unbind(), tiles.unbind(), strict=True)

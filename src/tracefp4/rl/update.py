@@ -166,10 +166,11 @@ class Updater:
             if not batch.index:
                 self._accompany(batch)
                 continue
-            observer = Observer() if observe and tally.wants_observation(batch) else None
-            with self.sites.batch(batch, observer=observer):
+            if observe and tally.wants_observation(batch):
+                tally.observed(self._observe(batch))
+            with self.sites.batch(batch):
                 scored = score_tokens(self.model, batch, config.sampling.temperature, graphs=self._graphs)
-                logprobs, self.sites.observer = scored.logprobs, None
+                logprobs = scored.logprobs
                 old = tally.old(batch, logprobs)
                 weights, corrected = correction_weights(
                     logprobs.detach() if config.loss.name in BYPASS else old,
@@ -192,7 +193,19 @@ class Updater:
                 )
                 loss.backward()
             self.optimizer.collect()
-            tally.add(batch, logprobs.detach(), scored.entropy, loss.detach(), stats, corrected, observer)
+            tally.add(batch, logprobs.detach(), scored.entropy, loss.detach(), stats, corrected)
+
+    @torch.no_grad()
+    def _observe(self, batch: MicroBatch) -> Observer:
+        """What a micro-batch's roundings are like, in a forward pass of its own.
+
+        An observer wants codes, which kernels and graphs do not write. If the pass that trains took another way to show
+        them, its last bits would differ, and a run would depend on how often it is measured.
+        """
+        observer = Observer()
+        with self.sites.batch(batch, observer=observer), self.sites.standing_in(batch.guidance, batch.routes):
+            token_logprobs(self.model, batch, self.config.sampling.temperature)
+        return observer
 
     def _accompany(self, batch: MicroBatch) -> None:
         """Forward and backward of an empty micro-batch, beside the other ranks; it has no share of the gradient."""
@@ -302,8 +315,12 @@ class Tally:
         return out.detach()
 
     def wants_observation(self, batch: MicroBatch) -> bool:
-        """Flip rates are counted on the first guided micro-batch only: they cost a second quantization."""
+        """Flip rates are counted on the first guided micro-batch only: they cost a forward pass."""
         return batch.guidance is not None and self._observer is None
+
+    def observed(self, observer: Observer) -> None:
+        """Keep what was counted."""
+        self._observer = observer
 
     def add(
         self,
@@ -313,7 +330,6 @@ class Tally:
         loss: Tensor,
         stats: LossStats,
         corrected: CorrectionStats,
-        observer: Observer | None,
     ) -> None:
         """Add one micro-batch."""
         before = self.old(batch, logprobs)
@@ -328,8 +344,6 @@ class Tally:
             self._guided += batch.guidance.count
         self._stats = stats if self._stats is None else self._stats + stats
         self._corrected = corrected if self._corrected is None else self._corrected + corrected
-        if observer is not None:
-            self._observer = observer
 
     def coverage(self) -> float:
         """Share of rows that were guided so far. The sites of a plan are recorded together, so it is theirs too."""
