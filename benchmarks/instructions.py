@@ -40,6 +40,7 @@ from tracefp4.kernels import (
     norm,
     planes,
     quantize,
+    residual,
     rotary,
     routing,
     sample,
@@ -154,6 +155,10 @@ def rounding() -> list[bool]:
         for more in ({}, {"BITS": 1, "VECTORS": 8}):
             done.append(report(f"gate and quantize {name}{' r1 in place' * bool(more)}", quantize._quantize, SMALL,
                                gated | more, 1024, num_warps=1, enable_fp_fusion=False))  # fmt: skip
+        for gate_too in (False, True):
+            constants = shared | {"GATED": gate_too, "BITS": 1, "VECTORS": 1}
+            done.append(report(f"{'gate and ' * gate_too}compensate {name} r1 in place", residual._compensate, SMALL,
+                               constants, 2048, num_warps=4, enable_fp_fusion=False))  # fmt: skip
         for bits, scale_bits, partial in ((1, 8, False), (1, 3, True), (4, 8, False)):
             follow = {"GATED": False, "ORDERED": partial, "PARTIAL": partial, "SCALE_BITS": scale_bits, "BITS": bits,
                       "CODES": False,
@@ -275,9 +280,12 @@ def products() -> list[bool]:
                 "ALPHA": not plain, "BIAS": False,
             }  # fmt: skip
             name = f"experts {word} {rows}x{columns}x{64 * unroll} warps {warps} stages {stages}"
-            limit = 80 if rows == 8 and columns == 64 else None
-            done.append(report(name, experts._grouped, kinds, constants, columns * 64 * unroll, num_warps=warps,
-                               num_stages=stages, maxnreg=limit, enable_fp_fusion=False))  # fmt: skip
+            limited = rows == 8 and columns == 64
+            for terms, more in ((1, {"SECOND": False, "second_ptr": None}), (2, {"SECOND": True})):
+                limit = (80 if terms == 1 else 96) if limited else None
+                done.append(report(name + " two terms" * (terms - 1), experts._grouped, kinds, constants | more,
+                                   columns * 64 * unroll, num_warps=warps, num_stages=stages, maxnreg=limit,
+                                   enable_fp_fusion=False))  # fmt: skip
     more = pointers | {"starts_ptr": "*i64"}
     tile = {"TOP_K": 8, "ROWS": 128, "COLUMNS": 128, "STEP": 64, "PER_TOKEN": True}
     for word, inner in (("forward", "w_k"), ("gradient of x", "w_n")):

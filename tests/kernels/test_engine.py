@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -13,6 +15,7 @@ from tracefp4.guidance.frame import decode
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
 from tracefp4.models import packing, repeated
+from tracefp4.models.experts import experts_forward
 from tracefp4.models.layout import describe
 from tracefp4.models.packing import Digest, model_digest
 from tracefp4.rollout import sync
@@ -32,12 +35,12 @@ def make_model(seed=1, width=64):
     return model
 
 
-def build(device, spec, compile_decode=False, **model_options):
+def build(device, spec, compile_decode=False, residual=0.0, **model_options):
     model, store = make_model(**model_options), MemoryStore()
     plan = Plan.parse("r4-all+mid") if spec.activations is not None else None
     engine = EmbeddedEngine(
         model, None, spec, plan, store, device=device, max_tokens=128, max_batch=4, prefill_chunk=32, cuda_graphs=True,
-        compile_decode=compile_decode,
+        compile_decode=compile_decode, residual=residual,
     )  # fmt: skip
     return engine, store
 
@@ -157,6 +160,53 @@ def test_experts_take_the_bytes_of_their_codes_and_scales_alone(name, device):
     assert engine.weight_bytes == before
     held = dict(engine.model.named_parameters())["model.layers.0.mlp.experts.down_proj"]
     assert held.shape == (4, 64, 64) and held.isnan().all()
+
+
+@pytest.mark.parametrize(
+    "name, compiled",
+    [("nvfp4-w4a4-kv4", False), *(pytest.param(*case, marks=QUICK) for case in (
+        ("nvfp4-w4a4-kv4", "eager"), ("mxfp4-w4a4-kv4", False), ("mxfp4-w4a8-kv4", False)))],
+)  # fmt: skip
+@pytest.mark.usefixtures("plain_rounding")
+def test_compensated_experts_take_kernels_too(name, compiled, device, monkeypatch):
+    """Two terms by the grouped kernel, without a float32 sum: records and log-probs are those of the plain code."""
+    spec, request = get_spec(name), Request("a", (3, 9, 1, 7, 5), 1, SamplingParams(max_new_tokens=2, temperature=0.0))
+
+    def generate(**options):
+        torch._dynamo.reset()
+        engine, store = build(device, spec, **options)
+        rollout = engine.generate([request])[0]
+        return engine, rollout, decode(store.get(rollout.guidance))
+
+    def experts(engine):
+        """What the layer makes of some hidden states, beside any request."""
+        module = engine.model.get_submodule(next(iter(engine.layout.experts.values())))
+        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+        chosen = torch.tensor([[0, 1], [1, 2], [3, 0], [2, 1], [0, 3]], device=device)
+        batch = SimpleNamespace(slots=torch.arange(5, device=device), tickets=torch.ones_like(chosen[:, 0]).int())
+        monkeypatch.setattr(engine._runner.sites, "batch", batch)
+        with torch.no_grad():
+            return experts_forward(module, x, chosen, torch.full((5, 2), 0.5, device=device)).float()
+
+    def never(*_):
+        raise AssertionError("the terms were added up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tracefp4.models.sites.Operand.whole", never)
+        engine, found, record = generate(residual=0.5, compile_decode=compiled)
+        by_kernel = experts(engine)
+    assert engine._runner.sites.experts_by_kernel
+    monkeypatch.setenv("TRACEFP4_KERNELS", "reference")
+    engine, expected, plain = generate(residual=0.5)
+    assert not engine._runner.sites.experts_by_kernel
+    whole = experts(engine)
+    assert (by_kernel - whole).norm() < 0.02 * whole.norm()  # without the second term of either: 0.08 and 0.13
+    assert found.response_ids == expected.response_ids
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=0.05)
+    assert record.valid.all() and plain.valid.all() and record.sites.keys() == plain.sites.keys()
+    for site, one in plain.sites.items():
+        same = (record.sites[site].planes[:5] == one.planes[:5]).float().mean()
+        assert same == 1.0 if site.kind in ("k", "v") else same > 0.95
 
 
 @pytest.mark.usefixtures("plain_rounding")

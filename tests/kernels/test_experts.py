@@ -32,6 +32,7 @@ def gpu_configs():
         (32, 1, 1, 10),
         (64, 2, 1, 6),
         (64, 1, 1, 3, 80),
+        (64, 1, 1, 3, 96),
         (128, 1, 1, 4),
         (128, 1, 2, 3),
         (128, 1, 2, 4),
@@ -42,9 +43,11 @@ def gpu_configs():
     return [Config(*size) for size in (*single, *several, *groups)]
 
 
-def tile_heights(config):
-    """Rows of a tile; long ones belong to programs of several warps."""
-    return (8,) if not GPU else (8, 16, 32) if config.warps < 4 or config.columns > 128 else (8, 16, 32, 64, 128)
+def tile_heights(config, terms=1):
+    """Rows of a tile; long ones belong to programs of several warps, and two terms of the longest fit nowhere."""
+    if config.warps < 4 or config.columns > 128:
+        return (8, 16, 32) if GPU else (8,)
+    return (8, 16, 32, 64, 128)[: 6 - terms] if GPU else (8,)
 
 
 def ids(tokens, top_k, experts, seed=0):
@@ -98,8 +101,8 @@ def test_tiles_of_uneven_experts(device):
 
 
 @pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4", "nvfp4-w4a16", "bf16"])
-@pytest.mark.parametrize("per_token", [True, False])
-def test_grouped_linear(spec, per_token, device):
+@pytest.mark.parametrize("per_token, terms", [(True, 1), (False, 1), (True, 2)])
+def test_grouped_linear(spec, per_token, terms, device):
     from tracefp4.kernels.experts import Config, ExpertWeight, grouped_linear
     from tracefp4.kernels.routing import route
 
@@ -113,6 +116,7 @@ def test_grouped_linear(spec, per_token, device):
     if numerics.activations is not None:
         q = quantize(x, numerics.activations)
         values, x_scale = q.operand(), q.decode_scale()
+    second = torch.randn(x.shape, generator=generator).bfloat16() / 16 if terms == 2 else None
     if numerics.weights is None:
         kernel_weight = ExpertWeight(weight.to(device), None, None, out, inner)
         exact = weight.double()
@@ -125,13 +129,14 @@ def test_grouped_linear(spec, per_token, device):
         packed.global_scale = None if packed.global_scale is None else packed.global_scale.to(device)
         kernel_weight = arrange(packed)
     for config in gpu_configs() if GPU else [Config(64, 1, 1, 2), Config(16, 2, 4, 2)]:
-        for rows in tile_heights(config):
+        for rows in tile_heights(config, terms):
             found = grouped_linear(
                 values.to(device), None if x_scale is None else x_scale.to(device), kernel_weight,
                 route(chosen.to(device), experts, rows), per_token=per_token, bias=bias.to(device), config=config,
-                dtype=torch.float32,
+                dtype=torch.float32, second=None if second is None else second.to(device),
             ).cpu()  # fmt: skip
-            scaled = values.double() if x_scale is None else values.double() * x_scale.double()
+            whole = values.double() if second is None else values.double() + second.double()
+            scaled = whole if x_scale is None else whole * x_scale.double()
             for pair, expert in enumerate(chosen.flatten().tolist()):
                 row = scaled[pair // top_k if per_token else pair]
                 expected = exact[expert] @ row + bias[expert].double()
@@ -146,7 +151,8 @@ def test_scales_that_products_cannot_take_are_refused():
         arrange(pack_weight(weight, get_spec("mxfp4-w4a4-kv4").weights))
 
 
-def test_no_tile_changes_a_bit(device, same):
+@pytest.mark.parametrize("terms", [1, 2])
+def test_no_tile_changes_a_bit(terms, device, same):
     """Batches choose tiles, so tiles must not matter: each adds the products of a row up in one order.
 
     Interpreted, products are NumPy's, which on some processors adds up in another order for another shape.
@@ -161,14 +167,16 @@ def test_no_tile_changes_a_bit(device, same):
     packed.codes, packed.scales = packed.codes.to(device), packed.scales.to(device)
     packed.global_scale = packed.global_scale.to(device)
     x = torch.randn(6, inner, generator=generator).bfloat16().to(device)
+    second = torch.randn(6, inner, generator=generator).bfloat16().to(device) if terms == 2 else None
     chosen, configs = ids(6, 2, experts).to(device), gpu_configs() if GPU else [Config(16, 1, 1, 2)]
     for arranged in (arrange(packed), ExpertWeight(weight.to(device), None, None, out, inner)):
         first = None
         for config in (Config(64, 1, 1, 2), *configs):
-            for rows in tile_heights(config):
+            for rows in tile_heights(config, terms):
                 found = grouped_linear(
-                    x, None, arranged, route(chosen, experts, rows), per_token=True, dtype=torch.float32, config=config
-                )
+                    x, None, arranged, route(chosen, experts, rows), per_token=True, dtype=torch.float32,
+                    second=second, config=config,
+                )  # fmt: skip
                 first = found if first is None else first
                 assert same(found, first) if GPU else torch.allclose(found, first, rtol=1e-5, atol=1e-4), (config, rows)
 

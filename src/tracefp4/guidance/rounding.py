@@ -22,6 +22,7 @@ from tracefp4.guidance.codec import pack_bits
 from tracefp4.guidance.record import SiteRecord
 from tracefp4.kernels.place import Place
 from tracefp4.quantizers.nearest import quantize_nearest
+from tracefp4.quantizers.residual import channels, terms
 
 
 @dataclass(slots=True)
@@ -43,6 +44,8 @@ class Rounding:
     """float32 ``(R, 1)``: what :meth:`decode_scale` returns, where a kernel has written it already."""
     packed: Packed | None = None
     """Codes and block scales, for a backward pass."""
+    second: Tensor | None = None
+    """bfloat16 ``(R, D)``, exact: what the operand missed, rounded with the same global scale."""
 
     @classmethod
     def of(cls, q: Quantized, bits: int, operand: Tensor | None) -> Rounding:
@@ -112,6 +115,45 @@ def round_gated(
     )
     packed = None if out.packed is None else Packed(out.packed, out.scales, numerics)
     return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode, packed)
+
+
+def round_compensated(
+    x: Tensor, numerics: Numerics, share: float, bits: int = 0, *, place: Place | None = None
+) -> Rounding:
+    """:func:`round_nearest` with a second term for a share of each row's channels.
+
+    See :func:`tracefp4.quantizers.residual.terms`, which defines both and raises its errors.
+    """
+    found = _compensated_by_kernel(x, numerics, share, bits, place, gated=False)
+    if found is None:
+        q = quantize_nearest(x, numerics)
+        first, second = terms(x, q, share)
+        found = Rounding.of(q, bits, first)
+        found.second = second
+    return found
+
+
+def round_gated_compensated(
+    x: Tensor, numerics: Numerics, share: float, bits: int = 0, *, place: Place | None = None
+) -> Rounding | None:
+    """:func:`round_compensated` of ``silu(gate) * up``, as :func:`round_gated` has it."""
+    return _compensated_by_kernel(x, numerics, share, bits, place, gated=True)
+
+
+def _compensated_by_kernel(
+    x: Tensor, numerics: Numerics, share: float, bits: int, place: Place | None, *, gated: bool
+) -> Rounding | None:
+    if not has_kernel(x, numerics, gated):
+        return None
+    from tracefp4.kernels import residual
+
+    if not residual.fits(x, rules(numerics), gated):
+        return None
+    count = channels(share, x.shape[-1] // 2 if gated else x.shape[-1])
+    out, second = residual.compensate(x.detach(), rules(numerics), count, gated=gated, bits=bits, place=place)
+    return Rounding(
+        out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode, second=second
+    )  # fmt: skip
 
 
 def round_recorded(

@@ -10,6 +10,7 @@ machine without Triton loses speed and nothing else.
 ``scales``     device functions: block scales, global scales
 ``elements``   device functions: rounding to E2M1, to nearest and guided
 ``quantize``   scales, codes, operand and guidance planes in one pass
+``residual``   the same, and once more what that missed
 ``guided``     guided rounding from packed guidance in one pass
 ``planes``     bit planes to bytes and back
 ``convolution``, ``delta_rule``  a step of a gated delta net in the rows of its states

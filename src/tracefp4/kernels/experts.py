@@ -12,6 +12,9 @@ afford. So tiles of few tokens take programs of one warp, as many as fit; those 
 Weights are stored in chunks of 64 along the contraction axis, ``(experts, K / 64, N, 16)`` words, so that what a
 program loads in a step is one piece of memory. Plain bfloat16 weights ``(experts, N, K)`` take the same kernel: that is
 the arm against which FP4 is measured.
+
+Inputs may come in two terms of one scale, ``(x[row] + second[row]) W^T``, where the sum would not be exact in bfloat16
+(:mod:`tracefp4.quantizers.residual`). Every 64 weights of a row are read and widened once and multiplied with both.
 """
 
 from __future__ import annotations
@@ -71,8 +74,8 @@ class Config:
 
 
 @triton.jit
-def _chunk(a, b, c, d, x, acc, COLUMNS: tl.constexpr, JOIN: tl.constexpr):
-    """Add the product of one chunk of weights, four groups of 16, with the chunk of inputs at ``x``.
+def _chunk(a, b, c, d, x, second, acc, COLUMNS: tl.constexpr, JOIN: tl.constexpr, SECOND: tl.constexpr):
+    """Add the product of one chunk of weights, four groups of 16, with the chunk of inputs at ``x``, then ``second``.
 
     ``JOIN``: as one product of 64, which waits once for its operand registers; else as four of 16, which share no
     registers and need no wait.
@@ -80,21 +83,33 @@ def _chunk(a, b, c, d, x, acc, COLUMNS: tl.constexpr, JOIN: tl.constexpr):
     if JOIN:
         both = tl.join(tl.join(a, b), tl.join(c, d))  # (COLUMNS, 16, inner, outer), group = 2 outer + inner
         whole = tl.reshape(tl.permute(both, (0, 3, 2, 1)), (COLUMNS, 64))
-        return product(whole, tl.load(x), acc)
+        acc = product(whole, tl.load(x), acc)
+        if SECOND:
+            acc = product(whole, tl.load(second), acc)
+        return acc
     else:
-        acc = product(a, tl.load(x), acc)
-        acc = product(b, tl.load(x + 16), acc)
-        acc = product(c, tl.load(x + 32), acc)
-        return product(d, tl.load(x + 48), acc)
+        acc = _groups(a, b, c, d, x, acc)
+        if SECOND:
+            acc = _groups(a, b, c, d, second, acc)
+        return acc
+
+
+@triton.jit
+def _groups(a, b, c, d, x, acc):
+    """Add the products of four groups of 16 with the inputs at ``x``."""
+    acc = product(a, tl.load(x), acc)
+    acc = product(b, tl.load(x + 16), acc)
+    acc = product(c, tl.load(x + 32), acc)
+    return product(d, tl.load(x + 48), acc)
 
 
 @triton.jit
 def _grouped(
-    x_ptr, x_scale_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, order_ptr, tiles_ptr, out_ptr,
+    x_ptr, second_ptr, x_scale_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, order_ptr, tiles_ptr, out_ptr,
     N, K, x_stride, blocks,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
     JOIN: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
-    PER_TOKEN: tl.constexpr, X_SCALE: tl.constexpr, ALPHA: tl.constexpr, BIAS: tl.constexpr,
+    PER_TOKEN: tl.constexpr, X_SCALE: tl.constexpr, ALPHA: tl.constexpr, BIAS: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     expert = tl.load(tiles_ptr + tile * 3)
@@ -116,24 +131,34 @@ def _grouped(
             w, s = w_ptr + base * 16, s_ptr + base * (64 // BLOCK)
             w_at, s_at = column[:, None] * 16 + lane[None, :], column * (64 // BLOCK)
             inner = tl.arange(0, 64) if JOIN else lane
-            x = x_ptr + row[None, :].to(tl.int64) * x_stride + inner[:, None]
+            x_at = row[None, :].to(tl.int64) * x_stride + inner[:, None]
+            x, second = x_ptr + x_at, second_ptr + x_at if SECOND else None
             for _ in tl.range(0, K // (64 * UNROLL)):
                 for _step in tl.static_range(UNROLL):
                     word = tl.load(w + w_at) if WHOLE else tl.load(w + w_at, mask=inside[:, None], other=0)
                     a, b, c, d = weight_operands(word, s + s_at, inside, COLUMNS, WHOLE, MX)
-                    acc = _chunk(a, b, c, d, x, acc, COLUMNS, JOIN)
+                    acc = _chunk(a, b, c, d, x, second, acc, COLUMNS, JOIN, SECOND)
                     w += N * 16
                     s += N * (64 // BLOCK)
                     x += 64
+                    if SECOND:
+                        second += 64
         else:
-            k = tl.arange(0, 64 * UNROLL)
+            # Two terms take turns every 64 values, as above, or the order of additions would depend on the tile.
+            wide: tl.constexpr = 64 if SECOND else 64 * UNROLL
+            k = tl.arange(0, wide)
             w = w_ptr + (expert.to(tl.int64) * N + n)[:, None] * K + k[None, :]
-            x = x_ptr + row[None, :].to(tl.int64) * x_stride + k[:, None]
+            x_at = row[None, :].to(tl.int64) * x_stride + k[:, None]
+            x, second = x_ptr + x_at, second_ptr + x_at if SECOND else None
             for _ in tl.range(0, K // (64 * UNROLL)):
-                left = tl.load(w) if WHOLE else tl.load(w, mask=inside[:, None], other=0.0)
-                acc = product(left, tl.load(x), acc)
-                w += 64 * UNROLL
-                x += 64 * UNROLL
+                for _step in tl.static_range(64 * UNROLL // wide):
+                    left = tl.load(w) if WHOLE else tl.load(w, mask=inside[:, None], other=0.0)
+                    acc = product(left, tl.load(x), acc)
+                    w += wide
+                    x += wide
+                    if SECOND:
+                        acc = product(left, tl.load(second), acc)
+                        second += wide
         if FP4 and not MX:
             acc = acc * SHIFT
         if X_SCALE and ALPHA:
@@ -166,8 +191,11 @@ def tile_rows(pairs: int, experts: int) -> int:
     return 8 if mean <= 4 else 16 if mean <= 16 else 32 if mean <= 48 else 64
 
 
-def default_config(weight: ExpertWeight, route: Route) -> Config:
+def default_config(weight: ExpertWeight, route: Route, terms: int = 1) -> Config:
     """The tile for a batch, by what the host knows of it: the size of its tiles and a bound on their number.
+
+    Two ``terms`` of the inputs take twice their shared memory and more registers, which narrows what fits (counted in
+    compiled code, not measured).
 
     The result must not depend on the choice: every tile adds the products of a row up in the same order, and a test
     compares them on the device bit for bit.
@@ -176,7 +204,8 @@ def default_config(weight: ExpertWeight, route: Route) -> Config:
         plain = weight.scales is None
         # Few experts with many tokens each leave most of a GPU without a program, so programs get half the columns.
         few = route.most * weight.out < _WIDE_PROGRAMS * 128
-        return Config(64 if few else 128, 1 if plain else _unroll(weight, 2), 4, 4 if plain else 3)
+        unroll = 1 if plain or terms * route.rows > 64 else _unroll(weight, 2)
+        return Config(64 if few else 128, unroll, 4, 4 if plain else 3)
     # Measured on an H200: 16 rows where a row costs more instructions, which MXFP4 does.
     columns, narrowest = 64, 16 if weight.mx else 32
     while columns > narrowest and route.most * weight.out < _PROGRAMS * columns:
@@ -189,7 +218,8 @@ def default_config(weight: ExpertWeight, route: Route) -> Config:
     if route.most * weight.out <= _RESIDENT * columns:
         return Config(64, _unroll(weight, 2), 1, 3)
     # 25 programs a multiprocessor: a projection of 128 experts x 1536 rows has no more, so none runs alone at last.
-    return Config(64, 1, 1, 3, registers=80 if route.rows == 8 else None)
+    # Two terms would spill at 80 registers; at 96 there are 21 programs.
+    return Config(64, 1, 1, 3, registers=(80 if terms == 1 else 96) if route.rows == 8 else None)
 
 
 def _unroll(weight: ExpertWeight, wanted: int) -> int:
@@ -213,6 +243,7 @@ def grouped_linear(
     per_token: bool,
     dtype: torch.dtype = torch.bfloat16,
     bias: Tensor | None = None,
+    second: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """Multiply every pair's row with its expert's matrix.
@@ -225,18 +256,21 @@ def grouped_linear(
         per_token: whether the slots of a token share a row.
         dtype: of the result.
         bias: ``(E, N)`` or ``None``.
+        second: another term like ``x``, of the same scales, whose product is added; or ``None``.
         config: tile, or the default.
 
     Returns:
         ``(P, N)``, row ``pair``.
     """
-    chosen = config or default_config(weight, route)
+    chosen = config or default_config(weight, route, 1 if second is None else 2)
     if x.stride(1) != 1:
         x = x.contiguous()
+    if second is not None and second.stride() != x.stride():
+        x, second = x.contiguous(), second.contiguous()
     out = torch.empty(route.order.numel(), weight.out, dtype=dtype, device=x.device)
     blocks = cdiv(weight.out, chosen.columns)
     _grouped[(route.tiles.shape[0] * blocks,)](
-        x, x if x_scale is None else x_scale, weight.values,
+        x, second, x if x_scale is None else x_scale, weight.values,
         weight.values if weight.scales is None else weight.scales,
         *(x if t is None else t for t in (weight.alpha, bias)), route.order, route.tiles, out,
         weight.out, weight.inner, x.stride(0), blocks,
@@ -244,6 +278,7 @@ def grouped_linear(
         WHOLE=weight.out % chosen.columns == 0, JOIN=chosen.warps % 4 == 0,
         FP4=weight.scales is not None, MX=weight.mx, BLOCK=weight.block, SHIFT=NVFP4_SHIFT,
         PER_TOKEN=per_token, X_SCALE=x_scale is not None, ALPHA=weight.alpha is not None, BIAS=bias is not None,
+        SECOND=second is not None,
         num_warps=chosen.warps, num_stages=chosen.stages, maxnreg=chosen.registers, enable_fp_fusion=False,
     )  # fmt: skip
     return out

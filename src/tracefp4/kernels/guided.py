@@ -21,11 +21,10 @@ from tracefp4.kernels.scales import (
     block_amax,
     block_scale,
     block_unit,
-    finite,
     global_forms,
     global_from_amax,
-    is_nan_bits,
     normalized,
+    row_top,
 )
 from tracefp4.kernels.sizes import cdiv
 
@@ -102,8 +101,7 @@ def _quantize_guided(
     if SCOPE == "token":
         g = tl.load(global_ptr + source)
         if PARTIAL:
-            top = tl.max(tl.where(is_nan_bits(amax), 0.0, finite(amax)), axis=0)
-            g = tl.where(follows, g, global_from_amax(top, GLOBAL_RULE, GLOBAL_FORM))
+            g = tl.where(follows, g, global_from_amax(row_top(amax), GLOBAL_RULE, GLOBAL_FORM))
         tl.store(new_global_ptr + row, g)
     encode, decode = global_forms(g, SCOPE, GLOBAL_FORM, CONSTANT)
     if SCOPE == "token":

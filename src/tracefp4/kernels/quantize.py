@@ -29,11 +29,10 @@ from tracefp4.kernels.scales import (
     block_amax,
     block_scale,
     block_unit,
-    finite,
     global_forms,
     global_from_amax,
-    is_nan_bits,
     normalized,
+    row_top,
     scale_value,
 )
 from tracefp4.kernels.sizes import cdiv, next_power_of_2
@@ -78,39 +77,67 @@ def _quantize(
     if GIVEN:
         g = tl.load(global_ptr + row // per_global)
     elif SCOPE == "token":
-        top = tl.max(tl.where(is_nan_bits(amax), 0.0, finite(amax)), axis=0)
-        g = global_from_amax(top, GLOBAL_RULE, GLOBAL_FORM)
+        g = global_from_amax(row_top(amax), GLOBAL_RULE, GLOBAL_FORM)
         tl.store(new_global_ptr + row, g)
     else:
         g = 1.0
     encode, decode = global_forms(g, SCOPE, GLOBAL_FORM, CONSTANT)
     if DECODE:
         tl.store(decode_ptr + row, decode)
-    scale = block_scale(amax, encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
-    z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), QUOTIENT)
-    code = nearest(z, TIES, NEGATIVE_ZERO)
-    if not E8M0:
-        code = tl.where((scale == 0)[:, None], 0, code)
-
-    blocks = width // BLOCK
-    tl.store(scales_ptr + row * blocks + block, scale.to(tl.uint8), mask=inside)
+    scale, code = round_blocks(
+        x, amax, encode, decode,
+        E8M0, TIES, NEGATIVE_ZERO, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE, QUOTIENT,
+    )  # fmt: skip
+    tl.store(scales_ptr + row * (width // BLOCK) + block, scale.to(tl.uint8), mask=inside)
     write(
         code, scale, decode, row, block, width,
         codes_ptr, packed_ptr, operand_ptr, values_ptr, planes_ptr,
         TILE, CODES, PACKED, OPERAND, VALUES, 0 if VECTORS else BITS, BLOCK, E8M0,
     )  # fmt: skip
     if VECTORS:
-        slot = tl.load(slots_ptr + row // VECTORS).to(tl.int64)
-        at = record_ptr + slot * record_stride + record_start + (row % VECTORS) * record_size
-        _store_planes(code, at, block, width, TILE, BITS, BLOCK)
-        at += BITS * width // 8
-        tl.store(at + block, scale.to(tl.uint8), mask=inside)
-        if tl.program_id(1) == 0:
-            at += blocks
-            if SCOPE == "token":
-                _store_word(at, g.to(tl.int32, bitcast=True))
-                at += 4
-            _store_word(at, tl.load(tickets_ptr + row // VECTORS))
+        record(
+            code, scale, g, row, block, width,
+            record_ptr, slots_ptr, tickets_ptr, record_stride, record_start, record_size,
+            TILE, BITS, VECTORS, BLOCK, SCOPE,
+        )  # fmt: skip
+
+
+@triton.jit
+def round_blocks(
+    x, amax, encode, decode,
+    E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, SCALE_RULE: tl.constexpr,
+    SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr, QUOTIENT: tl.constexpr,
+):  # fmt: skip
+    """Scale bytes ``(TILE,)`` and nearest codes of ``x (TILE, BLOCK)`` under a global scale, int32.
+
+    ``amax``: largest magnitude of each block, as a bit pattern.
+    """
+    scale = block_scale(amax, encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
+    z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), QUOTIENT)
+    code = nearest(z, TIES, NEGATIVE_ZERO)
+    if not E8M0:
+        code = tl.where((scale == 0)[:, None], 0, code)
+    return scale, code
+
+
+@triton.jit
+def record(
+    code, scale, g, row, block, width,
+    record_ptr, slots_ptr, tickets_ptr, record_stride, record_start, record_size,
+    TILE: tl.constexpr, BITS: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr, SCOPE: tl.constexpr,
+):  # fmt: skip
+    """Put a tile of a vector into the row of its token (:class:`tracefp4.kernels.place.Place`)."""
+    slot = tl.load(slots_ptr + row // VECTORS).to(tl.int64)
+    at = record_ptr + slot * record_stride + record_start + (row % VECTORS) * record_size
+    _store_planes(code, at, block, width, TILE, BITS, BLOCK)
+    at += BITS * width // 8
+    tl.store(at + block, scale.to(tl.uint8), mask=block * BLOCK < width)
+    if tl.program_id(1) == 0:
+        at += width // BLOCK
+        if SCOPE == "token":
+            _store_word(at, g.to(tl.int32, bitcast=True))
+            at += 4
+        _store_word(at, tl.load(tickets_ptr + row // VECTORS))
 
 
 @triton.jit
@@ -171,8 +198,7 @@ def _largest(
     start = (row // x_groups) * x_group_stride + (row % x_groups) * x_stride
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     amax = block_amax(widen(tl.load(x_ptr + start + column, mask=mask, other=0.0)))
-    top = tl.max(tl.where(is_nan_bits(amax), 0.0, finite(amax)), axis=0)
-    tl.atomic_max(top_ptr + row // per_global, top.to(tl.int32, bitcast=True), sem="relaxed")
+    tl.atomic_max(top_ptr + row // per_global, row_top(amax).to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit

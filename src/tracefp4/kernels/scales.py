@@ -40,6 +40,12 @@ def finite(amax):
 
 
 @triton.jit
+def row_top(amax):
+    """Largest finite magnitude of a row from its blocks' maxima, float32; a block with a NaN does not count."""
+    return tl.max(tl.where(is_nan_bits(amax), 0.0, finite(amax)), axis=0)
+
+
+@triton.jit
 def e4m3_value(data):
     """Value of scale bytes ``0..127`` (int32): the fields fit into a float32 that is ``2^120`` too small."""
     value = (data << 20).to(tl.float32, bitcast=True) * _TWO_120

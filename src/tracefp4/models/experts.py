@@ -131,12 +131,14 @@ def _by_kernel(module: Any, site: ExpertsSite, x: Tensor, index: Tensor, gates: 
     pairs = route(index, module.num_experts, tile_rows(index.numel(), module.num_experts))
     x_op = site.enter(x)
     gate_up = grouped_linear(
-        x_op.values, x_op.scale, up, pairs, per_token=True, bias=module.gate_up_proj_bias if bias else None
-    )
+        x_op.values, x_op.scale, up, pairs, per_token=True, bias=module.gate_up_proj_bias if bias else None,
+        second=x_op.second,
+    )  # fmt: skip
     h_op = _middle(module, site, gate_up)
     out = grouped_linear(
-        h_op.values, h_op.scale, down, pairs, per_token=False, bias=module.down_proj_bias if bias else None
-    )
+        h_op.values, h_op.scale, down, pairs, per_token=False, bias=module.down_proj_bias if bias else None,
+        second=h_op.second,
+    )  # fmt: skip
     return weighted_sum(out, gates)
 
 

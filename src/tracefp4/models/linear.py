@@ -83,13 +83,13 @@ def _forward(
     dtype: torch.dtype, x_op: Operand, w_op: Operand, bias: Tensor | None, plan: Dispatch, per_token: bool
 ) -> Tensor:
     scale = _pair_scale(x_op.scale, w_op.scale, plan, per_token)
-    weight = w_op.values.transpose(1, 2)
+    values, weight = x_op.whole(), w_op.values.transpose(1, 2)
     out = torch.empty(plan.pairs.numel(), weight.shape[2], dtype=dtype, device=weight.device)
     for group in plan.groups:
         if plan.dense and per_token:
-            batch = x_op.values.expand(group.size, -1, -1)
+            batch = values.expand(group.size, -1, -1)
         else:
-            batch = _padded(_rows(x_op.values, plan, group, per_token), plan, group)
+            batch = _padded(_rows(values, plan, group, per_token), plan, group)
         acc = _picked(_group_product(batch, weight, group), plan, group)
         if scale is not None:
             acc *= scale[group.rows]

@@ -34,6 +34,12 @@ class Operand:
     """``(rows, 1)`` float32 for activations; ``(experts,)`` float32 for weights."""
     packed: Packed | None = None
     """The codes that ``values`` were widened from, where a backward pass had better keep those."""
+    second: Tensor | None = None
+    """Another term like ``values``, of the same scale, whose product is added; without a gradient."""
+
+    def whole(self) -> Tensor:
+        """Both terms as one tensor: ``values``, or the float32 sum, which bfloat16 would not hold."""
+        return self.values if self.second is None else self.values.float() + self.second.float()
 
 
 class ExpertsSite(Protocol):

@@ -132,10 +132,8 @@ class EmbeddedEngine(StepwiseEngine):
         check_storable(self.spec)
         sites = EngineSites(layout, self.spec, limits.max_batch, residual)
         bind(self._model, sites, spec=self.spec)
-        # The sum of two FP4 terms is no operand of the grouped kernel, so nothing is arranged for it then.
-        arranged = None if residual else sites.kernel_weights
         # Before the pool: what packing frees is there for K and V.
-        self._weights = WeightSync(self._model, layout, self.spec.weights, sites.weight_scales, arranged)
+        self._weights = WeightSync(self._model, layout, self.spec.weights, sites.weight_scales, sites.kernel_weights)
         self.pool = KVPool(layout, self.spec, slots, dtype, device)
         self.capture = Capture(layout, shapes, 4 if self.plan is None else self.plan.bits, slots, device)
         self.states = StatePool(layout, limits.max_batch + RESIDENT_STATES, self._state_dtype)

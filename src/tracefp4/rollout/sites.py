@@ -3,8 +3,7 @@
 Everything a serving engine does to a tensor at these points happens here, in decode-shaped arithmetic of its own:
 
 - experts: the input of each projection is quantized, its outcome recorded beside the token's slot, and its exact
-operand
-  handed on; weights were quantized when they were synced;
+  operand handed on, with a second one under residual compensation; weights were quantized when they were synced;
 - routers: the chosen experts are recorded;
 - attention: K and V of the current tokens are written to the pool as FP4, then the whole context is read back from the
   pool. What was just computed is never attended to directly;
@@ -27,15 +26,19 @@ from torch import Tensor, nn
 from tracefp4.core import Kind, Site
 from tracefp4.errors import EngineError
 from tracefp4.formats.spec import Spec
-from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest
+from tracefp4.guidance.rounding import (
+    Rounding,
+    round_compensated,
+    round_gated,
+    round_gated_compensated,
+    round_nearest,
+)
 from tracefp4.kernels.place import Place
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.operands import OperandCache
 from tracefp4.models.recurrence import convolve, delta_rule
 from tracefp4.models.sites import Choice, Heads, LayerSites, Operand
-from tracefp4.quantizers.nearest import quantize_nearest
-from tracefp4.quantizers.residual import compensated
 from tracefp4.rollout.attend import attend_decode, attend_prefill
 from tracefp4.rollout.batch import Batch, DecodeBatch, PrefillBatch
 from tracefp4.rollout.capture import Capture
@@ -163,11 +166,14 @@ class _Experts:
     def gated(self, gate_up: Tensor) -> Operand | None:
         """:meth:`middle` of ``silu(gate) * up``, ``gate_up (P, 2I)`` in order of pairs, if there is a kernel for it."""
         numerics = self.owner.spec.for_kind(Kind.EXPERTS_MID)
-        if numerics is None or self.owner.residual:
+        if numerics is None:
             return None
         site, batch = Site(self.layer, Kind.EXPERTS_MID), self.owner.running
-        place = self._place(site, batch)
-        q = round_gated(gate_up, numerics, self.owner.capture.bits_of(site), place=place)
+        bits, place, residual = self.owner.capture.bits_of(site), self._place(site, batch), self.owner.residual
+        if residual:
+            q = round_gated_compensated(gate_up, numerics, residual, bits, place=place)
+        else:
+            q = round_gated(gate_up, numerics, bits, place=place)
         if q is None:
             return None
         self.owner.here(f"{self.layer}.middle")
@@ -198,12 +204,11 @@ class _Experts:
         if numerics is None:
             return Operand(x, None)
         site, residual = Site(self.layer, kind), self.owner.residual
-        bits = self.owner.capture.bits_of(site)
+        bits, place = self.owner.capture.bits_of(site), None if pairs is not None else self._place(site, batch)
         if residual:
-            codes = quantize_nearest(x, numerics)
-            q = Rounding.of(codes, bits, compensated(x, codes, residual))
+            q = round_compensated(x, numerics, residual, bits, place=place)
         else:
-            q = round_nearest(x, numerics, bits, place=None if pairs is not None else self._place(site, batch))
+            q = round_nearest(x, numerics, bits, place=place)
         return self._recorded(site, q, batch, pairs)
 
     def _place(self, site: Site, batch: Batch) -> Place | None:
@@ -213,7 +218,7 @@ class _Experts:
     def _recorded(self, site: Site, q: Rounding, batch: Batch, pairs: Tensor | None) -> Operand:
         if q.planes is not None:  # no kernel has put them into their place
             self.owner.capture.write(site, q, batch.slots, batch.tickets, pairs)
-        return Operand(q.factor(), q.decode_scale())
+        return Operand(q.factor(), q.decode_scale(), second=q.second)
 
 
 @dataclass(slots=True)
