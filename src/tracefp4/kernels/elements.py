@@ -18,6 +18,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 _TWO_126 = tl.constexpr(2.0**126)
+SIGN = tl.constexpr(-(2**31))
+"""The bit of a sign."""
 LOG2E = tl.constexpr(1.4426950408889634)
 """Base 2 logarithm of e: exponentials are powers of two."""
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -27,32 +29,45 @@ subnormals wrong; :func:`narrow` and :func:`widen` then convert by integer arith
 
 @triton.jit
 def _clipped(z):
-    """``min(|z|, 6)`` and its grid exponent plus 127, still in the exponent field (int32)."""
-    a = tl.minimum((z.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True), 6.0)
-    return a, tl.maximum(a.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
+    """``a = min(|z|, 6)``, 6 of a NaN, and the bits of ``M`` (int32): an exponent field of ``e + 149``."""
+    a = tl.minimum(tl.abs(z), 6.0)  # one operation: magnitudes are free where floats are compared
+    # Added before the maximum is taken: a GPU does both in one operation.
+    return a, tl.maximum((a.to(tl.int32, bitcast=True) & 0x7F800000) + (22 << 23), 149 << 23)
+
+
+@triton.jit
+def nearest_both(z, signs, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
+    """Nearest E2M1 code (int32, ``0..15``) of ``z`` float32, and its value (float32).
+
+    Beyond 6 it saturates, a NaN gives the code of +6. Whoever uses one of the two pays for one. ``signs`` int32: the
+    bit of a sign where values keep theirs, 0 where they lose it. A NaN's value is 6 with the sign of the NaN: what it
+    is multiplied with is a NaN as well.
+    """
+    a, magic = _clipped(z)
+    total = a + magic.to(tl.float32, bitcast=True)
+    count = total.to(tl.int32, bitcast=True) - magic
+    level = total - magic.to(tl.float32, bitcast=True)
+    if TIES != "even":
+        step = (magic - (23 << 23)).to(tl.float32, bitcast=True)
+        rest = a - level
+        other = rest == (0.5 if TIES == "up" else -0.5) * step
+        count = tl.where(other, count + (1 if TIES == "up" else -1), count)
+        level = tl.where(other, a + rest, level)  # of a tie the other end is as far away
+    code = count + ((magic >> 22) - 298)  # bit 22 of it is 0: twice the exponent
+    bits = z.to(tl.int32, bitcast=True)
+    if NEGATIVE_ZERO == "strict":
+        bits = tl.where(a > 0.0, bits, 0)
+    elif NEGATIVE_ZERO == "positive":
+        bits = tl.where(level > 0.0, bits, 0)
+    sign = tl.where(z == z, (bits >> 28) & 8, 0)
+    return code | sign, (level.to(tl.int32, bitcast=True) | (bits & signs)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def nearest(z, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
-    """Nearest E2M1 code (int32, ``0..15``) of ``z`` float32; beyond 6 it saturates, NaN gives +6."""
-    a, field = _clipped(z)
-    magic = field + (22 << 23)
-    total = a + magic.to(tl.float32, bitcast=True)
-    count = total.to(tl.int32, bitcast=True) - magic
-    if TIES != "even":
-        step = (field - (1 << 23)).to(tl.float32, bitcast=True)
-        rest = a - (total - magic.to(tl.float32, bitcast=True))
-        if TIES == "up":
-            count += (rest == 0.5 * step).to(tl.int32)
-        else:
-            count -= (rest == -0.5 * step).to(tl.int32)
-    code = count + ((field >> 22) - 254)  # bit 22 of the field is 0: twice the exponent
-    sign = (z.to(tl.int32, bitcast=True) >> 28) & 8
-    if NEGATIVE_ZERO == "strict":
-        sign = tl.where(a > 0.0, sign, 0)
-    elif NEGATIVE_ZERO == "positive":
-        sign = tl.where(code > 0, sign, 0)
-    return tl.where(z == z, code | sign, 7)
+    """The code of :func:`nearest_both`."""
+    code, _ = nearest_both(z, SIGN, TIES, NEGATIVE_ZERO)
+    return code
 
 
 @triton.jit
@@ -62,11 +77,11 @@ def guided(z, low, BITS: tl.constexpr):
     ``z`` float32 in units of the rollout's scale; ``low`` int32, the low ``BITS`` bits of each recorded code.
     """
     z = tl.where(z == z, z, 6.0)
-    a, field = _clipped(z)
+    a, magic = _clipped(z)
     sign = (z.to(tl.int32, bitcast=True) >> 28) & 8
-    scaled = a * ((255 << 23) - field).to(tl.float32, bitcast=True)  # in grid steps: 2^(1-e)
+    scaled = a * ((128 << 23) - (magic - (149 << 23))).to(tl.float32, bitcast=True)  # in grid steps: 2^(1-e)
     count = scaled.to(tl.int32)
-    lower = tl.minimum(count + ((field >> 22) - 254), 6)
+    lower = tl.minimum(count + ((magic >> 22) - 298), 6)
     on_grid = (count.to(tl.float32) == scaled) & (a != 6.0)
     upper = lower + 1 - on_grid.to(tl.int32)
     if BITS == 1:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.elements import guided, nearest, widen
+from tracefp4.kernels.elements import guided, magnitude, nearest, widen
 from tracefp4.kernels.gate import silu_product
 from tracefp4.kernels.quantize import ROW_LIMIT, Fused, allocate, given_or, tile_of, warps_of, write
 from tracefp4.kernels.rules import Rules
@@ -114,7 +114,7 @@ def _quantize_guided(
         if PARTIAL:
             scale = tl.where(follows, scale, own)
 
-    z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), QUOTIENT)
+    z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), E8M0, QUOTIENT)
     code = guided(z, _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS), BITS)
     broken = tl.max((z != z).to(tl.int32), axis=1) > 0
     if PARTIAL:
@@ -125,7 +125,8 @@ def _quantize_guided(
     scale = tl.where(broken, 255 if E8M0 else 127, scale)
     tl.store(scales_ptr + row * (width // BLOCK) + block, scale.to(tl.uint8), mask=inside)
     write(
-        code, scale, decode, row, block, width, codes_ptr, packed_ptr, operand_ptr, values_ptr, codes_ptr,
+        code, magnitude(code), scale, decode, row, block, width,
+        codes_ptr, packed_ptr, operand_ptr, values_ptr, codes_ptr,
         TILE, CODES, PACKED, OPERAND, VALUES, 0, BLOCK, E8M0,
     )  # fmt: skip
 

@@ -106,7 +106,7 @@ def _store(
         x = widen(tl.reshape(raw, (D // BLOCK, BLOCK)))
         encode, decode = global_forms(1.0, SCOPE, GLOBAL_FORM, CONSTANT)
         scale = block_scale(block_amax(x), encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
-        z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), QUOTIENT)
+        z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), E8M0, QUOTIENT)
         code = nearest(z, TIES, NEGATIVE_ZERO)
         if not E8M0:
             code = tl.where((scale == 0)[:, None], 0, code)

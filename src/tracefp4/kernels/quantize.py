@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.elements import magnitude, narrow, nearest, widen
+from tracefp4.kernels.elements import SIGN, narrow, nearest_both, widen
 from tracefp4.kernels.gate import silu_product
 from tracefp4.kernels.place import Place
 from tracefp4.kernels.rules import Rules
@@ -84,13 +84,13 @@ def _quantize(
     encode, decode = global_forms(g, SCOPE, GLOBAL_FORM, CONSTANT)
     if DECODE:
         tl.store(decode_ptr + row, decode)
-    scale, code = round_blocks(
+    scale, code, level = round_blocks(
         x, amax, encode, decode,
         E8M0, TIES, NEGATIVE_ZERO, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE, QUOTIENT,
     )  # fmt: skip
     tl.store(scales_ptr + row * (width // BLOCK) + block, scale.to(tl.uint8), mask=inside)
     write(
-        code, scale, decode, row, block, width,
+        code, level, scale, decode, row, block, width,
         codes_ptr, packed_ptr, operand_ptr, values_ptr, planes_ptr,
         TILE, CODES, PACKED, OPERAND, VALUES, 0 if VECTORS else BITS, BLOCK, E8M0,
     )  # fmt: skip
@@ -108,16 +108,19 @@ def round_blocks(
     E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, SCALE_RULE: tl.constexpr,
     SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr, QUOTIENT: tl.constexpr,
 ):  # fmt: skip
-    """Scale bytes ``(TILE,)`` and nearest codes of ``x (TILE, BLOCK)`` under a global scale, int32.
+    """Scale bytes ``(TILE,)``, nearest codes of ``x (TILE, BLOCK)`` under a global scale, and their values, float32.
 
     ``amax``: largest magnitude of each block, as a bit pattern.
     """
     scale = block_scale(amax, encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
-    z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), QUOTIENT)
-    code = nearest(z, TIES, NEGATIVE_ZERO)
-    if not E8M0:
+    z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), E8M0, QUOTIENT)
+    if E8M0:
+        code, level = nearest_both(z, SIGN, TIES, NEGATIVE_ZERO)
+    else:
+        # Under a scale of 0 everything is 0, without a sign.
+        code, level = nearest_both(z, tl.where(scale == 0, 0, SIGN)[:, None], TIES, NEGATIVE_ZERO)
         code = tl.where((scale == 0)[:, None], 0, code)
-    return scale, code
+    return scale, code, level
 
 
 @triton.jit
@@ -161,12 +164,16 @@ def _store_planes(code, at, block, width, TILE: tl.constexpr, BITS: tl.constexpr
 
 @triton.jit
 def write(
-    code, scale, decode, row, block, width,
+    code, level, scale, decode, row, block, width,
     codes_ptr, packed_ptr, operand_ptr, values_ptr, planes_ptr,
     TILE: tl.constexpr, CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, E8M0: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of codes ``(TILE, BLOCK)`` (int32) and their scale bytes ``(TILE,)`` in the forms asked for."""
+    """Store a tile ``(TILE, BLOCK)`` and its scale bytes ``(TILE,)`` in the forms asked for.
+
+    ``code`` int32, ``level`` float32: its value before the block scale. Operands and values need no codes, so where
+    nothing else is stored none are made.
+    """
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     mask = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK))
     if CODES:
@@ -177,7 +184,7 @@ def write(
         inside = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK // 2))
         tl.store(packed_ptr + row * (width // 2) + byte, (even | (odd << 4)).to(tl.uint8), mask=inside)
     if OPERAND or VALUES:
-        product = magnitude(code) * scale_value(scale, E8M0)[:, None]
+        product = level * scale_value(scale, E8M0)[:, None]
         if OPERAND:
             tl.store(operand_ptr + row * width + column, narrow(product, tl.bfloat16), mask=mask)
         if VALUES:

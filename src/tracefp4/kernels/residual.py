@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.elements import magnitude, widen
+from tracefp4.kernels.elements import widen
 from tracefp4.kernels.gate import silu_product
 from tracefp4.kernels.place import Place
 from tracefp4.kernels.quantize import Fused, allocate, given_or, record, round_blocks, write
@@ -94,13 +94,13 @@ def _compensate(
     encode, decode = global_forms(g, SCOPE, GLOBAL_FORM, CONSTANT)
     if SCOPE == "token":
         tl.store(decode_ptr + row, decode)
-    scale, code = round_blocks(
+    scale, code, level = round_blocks(
         x, amax, encode, decode,
         E8M0, TIES, NEGATIVE_ZERO, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE, QUOTIENT,
     )  # fmt: skip
     tl.store(scales_ptr + row * (width // BLOCK) + block, scale.to(tl.uint8), mask=inside)
     write(
-        code, scale, decode, row, block, width, operand_ptr, operand_ptr, operand_ptr, operand_ptr, planes_ptr,
+        code, level, scale, decode, row, block, width, operand_ptr, operand_ptr, operand_ptr, operand_ptr, planes_ptr,
         TILE, False, False, True, False, 0 if VECTORS else BITS, BLOCK, E8M0,
     )  # fmt: skip
     if VECTORS:
@@ -110,14 +110,14 @@ def _compensate(
             TILE, BITS, VECTORS, BLOCK, SCOPE,
         )  # fmt: skip
 
-    rest = x - magnitude(code) * scale_value(scale, E8M0)[:, None] * decode
+    rest = x - level * scale_value(scale, E8M0)[:, None] * decode
     rest = tl.where(_largest(rest, column, width, count, TILE * BLOCK), rest, 0.0)
-    scale, code = round_blocks(
+    scale, code, level = round_blocks(
         rest, block_amax(rest), encode, decode,
         E8M0, TIES, NEGATIVE_ZERO, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE, QUOTIENT,
     )  # fmt: skip
     write(
-        code, scale, decode, row, block, width, second_ptr, second_ptr, second_ptr, second_ptr, second_ptr,
+        code, level, scale, decode, row, block, width, second_ptr, second_ptr, second_ptr, second_ptr, second_ptr,
         TILE, False, False, True, False, 0, BLOCK, E8M0,
     )  # fmt: skip
 

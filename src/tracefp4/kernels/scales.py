@@ -174,9 +174,12 @@ def block_unit(data, encode, decode, E8M0: tl.constexpr, QUOTIENT: tl.constexpr)
 
 
 @triton.jit
-def normalized(x, unit, QUOTIENT: tl.constexpr):
-    """``x (N, B)`` in units of ``unit (N,)``, float32, not yet clipped."""
-    if QUOTIENT == "reciprocal":
+def normalized(x, unit, E8M0: tl.constexpr, QUOTIENT: tl.constexpr):
+    """``x (N, B)`` in units of ``unit (N,)``, float32, not yet clipped.
+
+    A power of two has a reciprocal, and a product with it is the quotient.
+    """
+    if QUOTIENT == "reciprocal" or E8M0:
         inverse = tl.div_rn(1.0, unit)
         return x * tl.minimum(inverse, FLT_MAX, propagate_nan=tl.PropagateNan.ALL)[:, None]
     else:
