@@ -70,7 +70,9 @@ def test_every_value_under_every_outcome(bits, device, same):
     for low in range(1 << bits):
         outcome = Outcome(torch.full(x.shape, low, dtype=torch.uint8), scales, None, bits)
         found = run(x, n, (pack_bits(outcome.low, bits), scales), outcome, device)
-        assert same(found.codes, choose(x.float().clamp(-6, 6), outcome.low, bits))
+        codes = choose(x.float().clamp(-6, 6), outcome.low, bits)
+        assert same(found.codes, codes)
+        assert same(found.operand, blocks.Quantized(codes, scales, None, n).operand())
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", "sglang-kv-nvfp4"])

@@ -5,8 +5,10 @@ For ``a`` in [0, 6] the grid step is ``2^(e-1)`` with ``e = max(exponent of a, 0
 grid's even multiples are its codes with an even last bit, so this tie rule is the format's own. Seven comparisons
 become one addition.
 
-Guided rounding needs the neighbour *below* ``a``, which is the truncated count, and whether ``a`` is on the grid. The
-rules are those of :mod:`tracefp4.quantizers.guided`.
+Guided rounding chooses between the two ends of the bracket of ``a``; the rules are those of
+:mod:`tracefp4.quantizers.guided`. One bit says whether the code is even. The nearest code is one end; if that is the
+wrong one, the other end is a step further, on the side of ``a``. More bits need the neighbour *below* ``a``, which is
+the truncated count, and whether ``a`` is on the grid.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 _TWO_126 = tl.constexpr(2.0**126)
+_BELOW_6 = tl.constexpr(5.999999523162842)
+"""The float32 below 6."""
 SIGN = tl.constexpr(-(2**31))
 """The bit of a sign."""
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -28,22 +32,22 @@ subnormals wrong; :func:`narrow` and :func:`widen` then convert by integer arith
 
 
 @triton.jit
-def _clipped(z):
-    """``a = min(|z|, 6)``, 6 of a NaN, and the bits of ``M`` (int32): an exponent field of ``e + 149``."""
-    a = tl.minimum(tl.abs(z), 6.0)  # one operation: magnitudes are free where floats are compared
+def _clipped(z, most):
+    """``a = min(|z|, most)``, ``most`` of a NaN, and the bits of ``M`` (int32): an exponent field of ``e + 149``."""
+    a = tl.minimum(tl.abs(z), most)  # one operation: magnitudes are free where floats are compared
     # Added before the maximum is taken: a GPU does both in one operation.
     return a, tl.maximum((a.to(tl.int32, bitcast=True) & 0x7F800000) + (22 << 23), 149 << 23)
 
 
 @triton.jit
-def nearest_both(z, signs, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
+def nearest(z, signs, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
     """Nearest E2M1 code (int32, ``0..15``) of ``z`` float32, and its value (float32).
 
     Beyond 6 it saturates, a NaN gives the code of +6. Whoever uses one of the two pays for one. ``signs`` int32: the
-    bit of a sign where values keep theirs, 0 where they lose it. A NaN's value is 6 with the sign of the NaN: what it
-    is multiplied with is a NaN as well.
+    bit of a sign, or 0 where the scale is 0 and everything becomes code 0. A NaN's value is 6 with the sign of the NaN:
+    what it is multiplied with is a NaN as well.
     """
-    a, magic = _clipped(z)
+    a, magic = _clipped(z, 6.0)
     total = a + magic.to(tl.float32, bitcast=True)
     count = total.to(tl.int32, bitcast=True) - magic
     level = total - magic.to(tl.float32, bitcast=True)
@@ -59,34 +63,49 @@ def nearest_both(z, signs, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
         bits = tl.where(a > 0.0, bits, 0)
     elif NEGATIVE_ZERO == "positive":
         bits = tl.where(level > 0.0, bits, 0)
-    sign = tl.where(z == z, (bits >> 28) & 8, 0)
-    return code | sign, (level.to(tl.int32, bitcast=True) | (bits & signs)).to(tl.float32, bitcast=True)
+    code |= tl.where(z == z, (bits >> 28) & 8, 0)
+    level = (level.to(tl.int32, bitcast=True) | (bits & signs)).to(tl.float32, bitcast=True)
+    return tl.where(signs == 0, 0, code), level
 
 
 @triton.jit
-def nearest(z, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
-    """The code of :func:`nearest_both`."""
-    code, _ = nearest_both(z, SIGN, TIES, NEGATIVE_ZERO)
-    return code
+def guided(z, low, signs, BITS: tl.constexpr):
+    """The end of ``z``'s bracket that the recorded bits name (decoder ``bracket``): int32 code, and float32 value.
 
-
-@triton.jit
-def guided(z, low, BITS: tl.constexpr):
-    """The end of ``z``'s bracket that the recorded bits name (decoder ``bracket``), int32 codes ``0..15``.
-
-    ``z`` float32 in units of the rollout's scale; ``low`` int32, the low ``BITS`` bits of each recorded code.
+    ``z`` float32 in units of the rollout's scale; ``low`` int32, the low ``BITS`` bits of each recorded code; ``signs``
+    as in :func:`nearest`. From 6 on the bracket is that of 4 and 6.
     """
+    if BITS == 1:
+        a, magic = _clipped(z, _BELOW_6)
+        total = a + magic.to(tl.float32, bitcast=True)
+        bits = total.to(tl.int32, bitcast=True)
+        level = total - magic.to(tl.float32, bitcast=True)
+        rest = a - level
+        other = (((bits ^ low) & 1) != 0) & (rest != 0.0)
+        side = rest.to(tl.int32, bitcast=True) & SIGN
+        step = ((magic - (23 << 23)) | side).to(tl.float32, bitcast=True)
+        level = tl.where(other, level + step, level)
+        code = bits - magic + ((magic >> 22) - 298) + tl.where(other, 1 + (side >> 30), 0)
+        code |= tl.where(z == z, (z.to(tl.int32, bitcast=True) >> 28) & 8, 0)
+        sign = z.to(tl.int32, bitcast=True) & signs
+        return tl.where(signs == 0, 0, code), (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    else:
+        code = tl.where(signs == 0, 0, _several_bits(z, low, BITS))
+        return code, magnitude(code)
+
+
+@triton.jit
+def _several_bits(z, low, BITS: tl.constexpr):
+    """The code of :func:`guided` for two bits and more."""
     z = tl.where(z == z, z, 6.0)
-    a, magic = _clipped(z)
+    a, magic = _clipped(z, 6.0)
     sign = (z.to(tl.int32, bitcast=True) >> 28) & 8
     scaled = a * ((128 << 23) - (magic - (149 << 23))).to(tl.float32, bitcast=True)  # in grid steps: 2^(1-e)
     count = scaled.to(tl.int32)
     lower = tl.minimum(count + ((magic >> 22) - 298), 6)
     on_grid = (count.to(tl.float32) == scaled) & (a != 6.0)
     upper = lower + 1 - on_grid.to(tl.int32)
-    if BITS == 1:
-        code = tl.where((upper & 1) == low, upper, lower)
-    elif BITS == 2:
+    if BITS == 2:
         middle = tl.where(low == 0, 1.0, tl.where(low == 1, 1.75, tl.where(low == 2, 2.5, 3.75)))
         congruent = low + 4 * (a > middle).to(tl.int32)
         congruent = tl.minimum(tl.maximum(congruent, lower), upper)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.elements import guided, magnitude, nearest, widen
+from tracefp4.kernels.elements import guided, nearest, widen
 from tracefp4.kernels.gate import silu_product
 from tracefp4.kernels.quantize import ROW_LIMIT, Fused, allocate, given_or, tile_of, warps_of, write
 from tracefp4.kernels.rules import Rules
@@ -25,6 +25,7 @@ from tracefp4.kernels.scales import (
     global_from_amax,
     normalized,
     row_top,
+    signs_under,
 )
 from tracefp4.kernels.sizes import cdiv
 
@@ -65,6 +66,11 @@ def _recorded_bits(ptr, row, block, width, TILE: tl.constexpr, BLOCK: tl.constex
         data = tl.load(at, mask=block * BLOCK < width, other=0).to(tl.int32)
         low |= ((data[:, None] >> tl.arange(0, BLOCK)[None, :]) & 1) << bit
     return low
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -115,17 +121,19 @@ def _quantize_guided(
             scale = tl.where(follows, scale, own)
 
     z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), E8M0, QUOTIENT)
-    code = guided(z, _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS), BITS)
-    broken = tl.max((z != z).to(tl.int32), axis=1) > 0
+    signs = signs_under(scale, E8M0)[:, None]
+    low = _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS)
+    code, level = guided(z, low, signs, BITS)
+    top = tl.reduce(tl.abs(z), 1, _larger)  # a NaN before all
+    broken = top != top
     if PARTIAL:
-        code = tl.where(follows, code, nearest(z, TIES, NEGATIVE_ZERO))
+        own_code, own_level = nearest(z, signs, TIES, NEGATIVE_ZERO)
+        code, level = tl.where(follows, code, own_code), tl.where(follows, level, own_level)
         broken = broken & follows
-    if not E8M0:
-        code = tl.where((scale == 0)[:, None], 0, code)
     scale = tl.where(broken, 255 if E8M0 else 127, scale)
     tl.store(scales_ptr + row * (width // BLOCK) + block, scale.to(tl.uint8), mask=inside)
     write(
-        code, magnitude(code), scale, decode, row, block, width,
+        code, level, scale, decode, row, block, width,
         codes_ptr, packed_ptr, operand_ptr, values_ptr, codes_ptr,
         TILE, CODES, PACKED, OPERAND, VALUES, 0, BLOCK, E8M0,
     )  # fmt: skip

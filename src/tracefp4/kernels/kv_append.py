@@ -21,7 +21,7 @@ from tracefp4.kernels.attention_decode import PagedKV
 from tracefp4.kernels.elements import narrow, nearest, widen
 from tracefp4.kernels.norm import inverse_of, normalised
 from tracefp4.kernels.rules import Rules
-from tracefp4.kernels.scales import block_amax, block_scale, block_unit, global_forms, normalized
+from tracefp4.kernels.scales import block_amax, block_scale, block_unit, global_forms, normalized, signs_under
 from tracefp4.kernels.sizes import cdiv, next_power_of_2
 from tracefp4.kernels.words import from_code, recoded
 
@@ -107,9 +107,8 @@ def _store(
         encode, decode = global_forms(1.0, SCOPE, GLOBAL_FORM, CONSTANT)
         scale = block_scale(block_amax(x), encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
         z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), E8M0, QUOTIENT)
-        code = nearest(z, TIES, NEGATIVE_ZERO)
+        code, _ = nearest(z, signs_under(scale, E8M0)[:, None], TIES, NEGATIVE_ZERO)
         if not E8M0:
-            code = tl.where((scale == 0)[:, None], 0, code)
             scale = recoded(scale)
         groups = tl.reshape(code, (D // 64, 4, 16))
         word = tl.sum(from_code(groups, tl.arange(0, 4)[None, :, None]), axis=1)

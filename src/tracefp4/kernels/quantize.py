@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.elements import SIGN, narrow, nearest_both, widen
+from tracefp4.kernels.elements import narrow, nearest, widen
 from tracefp4.kernels.gate import silu_product
 from tracefp4.kernels.place import Place
 from tracefp4.kernels.rules import Rules
@@ -34,6 +34,7 @@ from tracefp4.kernels.scales import (
     normalized,
     row_top,
     scale_value,
+    signs_under,
 )
 from tracefp4.kernels.sizes import cdiv, next_power_of_2
 
@@ -114,12 +115,7 @@ def round_blocks(
     """
     scale = block_scale(amax, encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
     z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), E8M0, QUOTIENT)
-    if E8M0:
-        code, level = nearest_both(z, SIGN, TIES, NEGATIVE_ZERO)
-    else:
-        # Under a scale of 0 everything is 0, without a sign.
-        code, level = nearest_both(z, tl.where(scale == 0, 0, SIGN)[:, None], TIES, NEGATIVE_ZERO)
-        code = tl.where((scale == 0)[:, None], 0, code)
+    code, level = nearest(z, signs_under(scale, E8M0)[:, None], TIES, NEGATIVE_ZERO)
     return scale, code, level
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tracefp4.kernels.elements import SIGN
+
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 _TWO_120 = tl.constexpr(2.0**120)
 _SIXTH = tl.constexpr(0.1666666716337204)
@@ -171,6 +173,15 @@ def block_unit(data, encode, decode, E8M0: tl.constexpr, QUOTIENT: tl.constexpr)
     if not E8M0:
         unit = tl.where(data == 0, float("inf"), unit)
     return unit
+
+
+@triton.jit
+def signs_under(data, E8M0: tl.constexpr):
+    """The bit of a sign (int32) for scale bytes; 0 for those of a scale of 0, under which a value keeps none."""
+    if E8M0:
+        return tl.full(data.shape, SIGN, tl.int32)
+    else:
+        return tl.where(data == 0, 0, SIGN)
 
 
 @triton.jit
