@@ -31,5 +31,8 @@ def test_an_mxfp4_deployment_is_served_recorded_and_proved(mx_engine, ask, spec)
             guided = score(model, sites, rollouts, guidance=records, truth=records).all
             own = score(model, sites, rollouts, truth=records).all
             mine = coverage(model, bench.spec, calls)
-        assert np.abs(guided).mean() < min(0.02, np.abs(own).mean())
+        gap, unguided = np.abs(guided).mean(), np.abs(own).mean()
+        assert gap < 0.02
+        # On some processors the embedded engine computes a model this small as the trainer does, to the last bit.
+        assert gap < unguided or (bench.name == "embedded" and not own.any())
         compare(bench.engine.coverage(), mine)
