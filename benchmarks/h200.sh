@@ -25,7 +25,7 @@ bench() { # name, seconds, arguments...
     step "$name" "$limit" "$python" -m tracefp4.cli.main bench "$@" --output "$out/$name.json"
 }
 
-step test-quantize 70 "$python" -m pytest tests/kernels/test_quantize.py tests/kernels/test_guided.py tests/kernels/test_seams.py tests/kernels/test_place.py -m gpu -q
+step test-quantize 90 "$python" -m pytest tests/kernels/test_quantize.py tests/kernels/test_guided.py tests/kernels/test_residual.py tests/kernels/test_seams.py tests/kernels/test_place.py -m gpu -q
 step test-products 90 "$python" -m pytest tests/kernels/test_attention.py tests/kernels/test_experts.py tests/kernels/test_choice.py tests/kernels/test_sample.py tests/kernels/test_step.py tests/kernels/test_norm.py -m gpu -q
 bench codec 30 codec
 bench qat 45 qat
