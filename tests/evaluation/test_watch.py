@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tracefp4.evaluation import bench_rollout
+from tracefp4.evaluation import watch as watch_module
 from tracefp4.evaluation.bench import Bench
 from tracefp4.evaluation.bench_engine import slice_of
 from tracefp4.evaluation.watch import watched
@@ -29,9 +30,9 @@ def engine():
 
 def seen(engine, load=LOAD):
     with watched(engine) as watch:
-        start = time.perf_counter()
+        start = watch_module.time.perf_counter()
         rollouts = engine.generate(load.requests(1))
-        return watch, watch.numbers(time.perf_counter() - start), rollouts
+        return watch, watch.numbers(watch_module.time.perf_counter() - start), rollouts
 
 
 def test_rows_of_a_rollout_say_where_the_time_went(device, monkeypatch):
@@ -56,17 +57,32 @@ def test_rows_of_a_rollout_say_where_the_time_went(device, monkeypatch):
     assert claimed["value"] == pytest.approx(4 * 8 / seconds)
 
 
-class Late:
-    """Something that arrives 100 ms after it was asked for."""
+class Clock:
+    """A clock on which nothing takes time but what says so, and a look at it a microsecond."""
 
-    def synchronize(self):
-        time.sleep(0.1)
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of whoever watches: how busy a machine is must not show in what is seen."""
+    made = Clock()
+    monkeypatch.setattr(watch_module, "time", made)
+    return made
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_waiting_for_results_is_not_the_hosts_work(engine, monkeypatch, overlap):
-    depart = runner._depart
-    monkeypatch.setattr(runner, "_depart", lambda result: (depart(result)[0], Late()))
+def test_waiting_for_results_is_not_the_hosts_work(engine, monkeypatch, clock, overlap):
+    depart, late = runner._depart, SimpleNamespace(synchronize=lambda: clock.sleep(0.1))
+    monkeypatch.setattr(runner, "_depart", lambda result: (depart(result)[0], late))
     monkeypatch.setattr(engine._loop, "_overlap", overlap)
     _, numbers, _ = seen(engine)
     # One wait for first tokens, and one for each step; nobody waits twice.
@@ -75,12 +91,12 @@ def test_waiting_for_results_is_not_the_hosts_work(engine, monkeypatch, overlap)
     assert numbers["host_us"] < 100e3
 
 
-def test_a_host_that_is_slow_is_found_in_its_own_work_and_at_the_slow_step(engine, monkeypatch):
+def test_a_host_that_is_slow_is_found_in_its_own_work_and_at_the_slow_step(engine, monkeypatch, clock):
     advance, calls = engine.scheduler.decode, []
 
     def slow(ahead=0):
         calls.append(ahead)
-        time.sleep(0.2 if len(calls) == 4 else 0.02)
+        clock.sleep(0.2 if len(calls) == 4 else 0.02)
         return advance(ahead)
 
     monkeypatch.setattr(engine.scheduler, "decode", slow)
@@ -89,10 +105,10 @@ def test_a_host_that_is_slow_is_found_in_its_own_work_and_at_the_slow_step(engin
     assert numbers["between_launches_p95_us"] > 100e3 > numbers["between_launches_us"]
 
 
-def test_prefills_between_steps_are_no_part_of_a_step(engine, monkeypatch):
+def test_prefills_between_steps_are_no_part_of_a_step(engine, monkeypatch, clock):
     """A second prompt that has to wait: its prefill is counted as one, and no step gets longer by it."""
     prefill = engine._runner.prefill
-    monkeypatch.setattr(engine._runner, "prefill", lambda chunks: (time.sleep(0.3), prefill(chunks))[1])
+    monkeypatch.setattr(engine._runner, "prefill", lambda chunks: (clock.sleep(0.3), prefill(chunks))[1])
     with watched(engine) as watch:
         engine.add(LOAD.requests(1)[0])
         engine.step()
