@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.elements import guided, nearest, widen
-from tracefp4.kernels.gate import silu_product
-from tracefp4.kernels.quantize import ROW_LIMIT, Fused, allocate, given_or, tile_of, warps_of, write
+from tracefp4.kernels.elements import guided, nearest
+from tracefp4.kernels.quantize import ROW_LIMIT, Fused, allocate, given_or, load_blocks, tile_of, warps_of, write
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import (
     block_amax,
@@ -89,12 +88,7 @@ def _quantize_guided(
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = block * BLOCK < width
-    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = tl.broadcast_to(inside[:, None], (TILE, BLOCK))
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
-    if GATED:
-        x = silu_product(x, tl.load(x_ptr + row * x_stride + width + column, mask=mask, other=0.0))
-    x = widen(x)
+    x = load_blocks(x_ptr + row * x_stride, block, width, TILE, BLOCK, GATED)
     source = row
     if ORDERED:
         source = tl.load(rows_ptr + row)

@@ -44,7 +44,7 @@ _PIECE = 2048
 """Values a program takes of a longer row without such a scale."""
 GRID_LIMIT = 65535
 """Most programs along the second axis of a CUDA grid; along the first there may be 2^31 - 1."""
-_FEW = 528
+FEW = 528
 """Programs up to which a GPU of 132 multiprocessors has less than one for each of its schedulers."""
 
 
@@ -64,15 +64,9 @@ def _quantize(
     """``VECTORS``: those of a token, if outcomes are recorded in rows; 0 if not, and planes are a tensor."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    lane = tl.arange(0, BLOCK)
     inside = block * BLOCK < width
-    column = block[:, None] * BLOCK + lane[None, :]
-    mask = tl.broadcast_to(inside[:, None], (TILE, BLOCK))
     start = (row // x_groups) * x_group_stride + (row % x_groups) * x_stride
-    x = tl.load(x_ptr + start + column, mask=mask, other=0.0)
-    if GATED:
-        x = silu_product(x, tl.load(x_ptr + start + width + column, mask=mask, other=0.0))
-    x = widen(x)
+    x = load_blocks(x_ptr + start, block, width, TILE, BLOCK, GATED)
 
     amax = block_amax(x)
     if GIVEN:
@@ -101,6 +95,20 @@ def _quantize(
             record_ptr, slots_ptr, tickets_ptr, record_stride, record_start, record_size,
             TILE, BITS, VECTORS, BLOCK, SCOPE,
         )  # fmt: skip
+
+
+@triton.jit
+def load_blocks(x_ptr, block, width, TILE: tl.constexpr, BLOCK: tl.constexpr, GATED: tl.constexpr):
+    """A tile ``(TILE, BLOCK)`` of the row at ``x_ptr``, float32, 0 past its end.
+
+    ``GATED``: of ``silu(gate) * up``, rounded as the eager code rounds it; ``up`` follows ``gate``.
+    """
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK))
+    x = tl.load(x_ptr + column, mask=mask, other=0.0)
+    if GATED:
+        x = silu_product(x, tl.load(x_ptr + width + column, mask=mask, other=0.0))
+    return widen(x)
 
 
 @triton.jit
@@ -197,10 +205,8 @@ def _largest(
     """Raise the bit pattern at ``top_ptr`` of a row's global scale to the largest finite magnitude of a piece of it."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = tl.broadcast_to((block * BLOCK < width)[:, None], (TILE, BLOCK))
     start = (row // x_groups) * x_group_stride + (row % x_groups) * x_stride
-    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    amax = block_amax(widen(tl.load(x_ptr + start + column, mask=mask, other=0.0)))
+    amax = block_amax(load_blocks(x_ptr + start, block, width, TILE, BLOCK, False))
     tl.atomic_max(top_ptr + row // per_global, row_top(amax).to(tl.int32, bitcast=True), sem="relaxed")
 
 
@@ -319,7 +325,7 @@ def quantize(
         *((0, 0, 0) if place is None else (place.rows.stride(0), place.start, place.size)),
         TILE=tile, GATED=gated, GIVEN=given, DECODE=out.decode is not None, CODES=codes, PACKED=packed,
         OPERAND=operand, VALUES=values is not None, BITS=bits, VECTORS=0 if place is None else place.vectors,
-        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1] <= _FEW), enable_fp_fusion=False,
+        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1] <= FEW), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 

@@ -18,18 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.elements import widen
-from tracefp4.kernels.gate import silu_product
 from tracefp4.kernels.place import Place
-from tracefp4.kernels.quantize import Fused, allocate, given_or, record, round_blocks, write
+from tracefp4.kernels.quantize import FEW, Fused, allocate, given_or, load_blocks, record, round_blocks, write
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import block_amax, global_forms, global_from_amax, row_top, scale_value
 from tracefp4.kernels.sizes import next_power_of_2
 
 WIDTH_LIMIT = 16384
 """Longest row: it is held in registers, beside what is left of it. The search counts in halves of a word."""
-_FEW = 528
-"""Rows up to which a GPU of 132 multiprocessors has less than one for each of its schedulers."""
 
 
 @triton.jit
@@ -80,11 +76,7 @@ def _compensate(
     block = tl.arange(0, TILE)
     inside = block * BLOCK < width
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    mask = tl.broadcast_to(inside[:, None], (TILE, BLOCK))
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0)
-    if GATED:
-        x = silu_product(x, tl.load(x_ptr + row * x_stride + width + column, mask=mask, other=0.0))
-    x = widen(x)
+    x = load_blocks(x_ptr + row * x_stride, block, width, TILE, BLOCK, GATED)
 
     amax = block_amax(x)
     g = 1.0
@@ -158,7 +150,7 @@ def compensate(
         *((none, none, none) if place is None else (place.rows, place.slots, place.tickets)),
         width, count, x.stride(0), *((0, 0, 0) if place is None else (place.rows.stride(0), place.start, place.size)),
         TILE=tile, GATED=gated, BITS=bits, VECTORS=0 if place is None else place.vectors,
-        **rules.constants(), num_warps=_warps_of(tile * rules.block, rows <= _FEW), enable_fp_fusion=False,
+        **rules.constants(), num_warps=_warps_of(tile * rules.block, rows <= FEW), enable_fp_fusion=False,
     )  # fmt: skip
     return out, second
 
