@@ -34,9 +34,9 @@ from tracefp4.cli.bench import SMALL_CONTEXT
 from tracefp4.cli.bench_options import check_names
 from tracefp4.errors import ConfigError, TraceError
 from tracefp4.evaluation import bench_engine, bench_rollout, bench_train
-from tracefp4.evaluation.bench import Bench, failures, need_cuda, pick_device
+from tracefp4.evaluation.bench import Bench, failures, need_cuda, pick_device, wait_for
 from tracefp4.evaluation.steps import Steps
-from tracefp4.evaluation.timeline import Profile, difference, observe, wait_for
+from tracefp4.evaluation.timeline import Profile, difference, observe
 from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.report.run_report import write_text

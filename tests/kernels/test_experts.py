@@ -25,19 +25,8 @@ def gpu_configs():
     from tracefp4.kernels.experts import Config
 
     single = [(columns, unroll, 1, stages) for columns in (16, 32, 64) for unroll in (1, 2, 4) for stages in (2, 3, 4)]
-    several = [
-        (16, 2, 1, 6),
-        (32, 2, 1, 6),
-        (32, 2, 1, 8),
-        (32, 1, 1, 10),
-        (64, 2, 1, 6),
-        (64, 1, 1, 3, 80),
-        (64, 1, 1, 3, 96),
-        (128, 1, 1, 4),
-        (128, 1, 2, 3),
-        (128, 1, 2, 4),
-        (64, 1, 2, 4),
-    ]
+    several = [(16, 2, 1, 6), (32, 2, 1, 6), (32, 2, 1, 8), (32, 1, 1, 10), (64, 2, 1, 6), (64, 1, 1, 3, 80)]
+    several += [(128, 1, 1, 4), (128, 1, 2, 3), (128, 1, 2, 4), (64, 1, 2, 4)]
     groups = [(64, unroll, 4, stages) for unroll in (1, 2) for stages in (3, 4)]
     groups += [(128, 1, 4, 3), (128, 1, 4, 4), (128, 2, 4, 3), (128, 1, 8, 3), (256, 1, 4, 3)]
     return [Config(*size) for size in (*single, *several, *groups)]

@@ -199,6 +199,12 @@ _IN_GRAPH = 12
 """Works of a graph: starting one takes about ten microseconds."""
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when a GPU has done everything."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _cuda_time(works: Sequence[Work], repeats: int) -> float:
     for work in works:  # compiles, and makes tables
         work()

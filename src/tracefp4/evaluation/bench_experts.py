@@ -282,15 +282,8 @@ def _expert_configs(arm: str, batch: int, rows: int, inner: int) -> list[Config]
         sizes = [(16, 4, 1, 4), (32, 4, 1, 3)] if batch <= 4 else [(128, 1, 4, 4), (64, 1, 2, 4), (64, 2, 4, 4)]
     elif batch <= 4:
         # One token has few programs, and each waits for its loads: what counts is how many are under way.
-        sizes = [
-            (16, 4, 1, 4),
-            (16, 2, 1, 6),
-            (32, 2, 1, 4),
-            (32, 2, 1, 6),
-            (32, 2, 1, 8),
-            (32, 1, 1, 10),
-            (64, 2, 1, 6),
-        ]
+        sizes = [(16, 4, 1, 4), (16, 2, 1, 6), (32, 1, 1, 10), (64, 2, 1, 6)]
+        sizes += [(32, 2, 1, stages) for stages in (4, 6, 8)]
     elif "nvfp4 w4a4" in arm:
         sizes = [
             (64, 1, 1, 3), (64, 1, 1, 4), (64, 2, 1, 3), (64, 4, 1, 2), (32, 4, 1, 2), (32, 2, 1, 4),

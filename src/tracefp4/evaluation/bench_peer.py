@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tracefp4.evaluation.bench import wait_for
 from tracefp4.evaluation.bench_shapes import random_model
 from tracefp4.rollout.state import cache_keyword
 
@@ -55,8 +56,7 @@ def peer_step(config: Any, device: torch.device, batch: int, context: int, many:
             prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new, min_new_tokens=new,
             **{keyword: cache},
         )  # fmt: skip
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(device)
         return time.perf_counter() - start
 
     with quiet():

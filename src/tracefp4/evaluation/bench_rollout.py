@@ -30,7 +30,7 @@ from functools import partial
 import torch
 
 from tracefp4.core import Request, Rollout, SamplingParams
-from tracefp4.evaluation.bench import Bench, Row, failures
+from tracefp4.evaluation.bench import Bench, Row, failures, wait_for
 from tracefp4.evaluation.bench_engine import (
     PAGE,
     Slice,
@@ -164,8 +164,7 @@ def _measured(
     with watched(engine) as watch:
         start = time.perf_counter()
         rollouts = engine.generate(load.requests(1))
-        if bench.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(bench.device)
         seconds = time.perf_counter() - start
     short_ones = sum(len(rollout.response_ids) < load.new_tokens for rollout in rollouts)
     if short_ones:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tracefp4.config import OptimizerConfig
 from tracefp4.core import Site, SiteShape
-from tracefp4.evaluation.bench import Bench, Row, failures
+from tracefp4.evaluation.bench import Bench, Row, failures, wait_for
 from tracefp4.evaluation.bench_shapes import Shape as ModelShape
 from tracefp4.evaluation.bench_shapes import random_model
 from tracefp4.formats.blocks import Quantized
@@ -301,12 +301,10 @@ def _measure(step: Callable[[], None], bench: Bench) -> tuple[float, int]:
     step()
     _reset_peak(cuda)
     for _ in range(min(bench.repeats, 5)):
-        if cuda:
-            torch.cuda.synchronize()
+        wait_for(bench.device)
         start = time.perf_counter()
         step()
-        if cuda:
-            torch.cuda.synchronize()
+        wait_for(bench.device)
         samples.append(time.perf_counter() - start)
     return median(samples), _peak(cuda)
 

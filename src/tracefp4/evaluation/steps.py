@@ -20,6 +20,7 @@ import torch
 
 from tracefp4.core import Request, SamplingParams
 from tracefp4.errors import EngineError
+from tracefp4.evaluation.bench import wait_for
 from tracefp4.guidance.codec import CHUNK, chunks
 from tracefp4.guidance.frame import pending_rows
 from tracefp4.guidance.plan import Plan
@@ -191,8 +192,8 @@ class Steps:
 
     def _of_a_step(self, work: Callable[[], object], repeats: int) -> float:
         work()
-        _wait(self.engine.device)
-        seconds = median(_host_seconds(lambda: (work(), _wait(self.engine.device))) for _ in range(repeats))
+        wait_for(self.engine.device)
+        seconds = median(_host_seconds(lambda: (work(), wait_for(self.engine.device))) for _ in range(repeats))
         return seconds * self.batch / (self._sequences * self.context)
 
 
@@ -228,8 +229,3 @@ def _host_seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tracefp4.evaluation.bench import wait_for
+
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace that are work of a GPU."""
 HOST = ("cpu_op",)
@@ -96,9 +98,6 @@ class Profile:
     def to_dict(self) -> dict[str, Any]:
         """For JSON; times in microseconds a step, except those of gaps."""
         kernels = [[k.us, k.launches, k.name] for k in self.kernels]
-        first, others = kernels[:FIRST_NAMES], kernels[FIRST_NAMES:]
-        if others:
-            first.append([sum(k[0] for k in others), sum(k[1] for k in others), f"({len(others)} others)"])
         longest = sorted(gaps(self.spans), key=lambda gap: -gap.us)[:LONGEST_GAPS]
         return {
             "arm": self.arm,
@@ -109,7 +108,7 @@ class Profile:
             "idle_us": self.idle_us,
             "kernels_us": sum(k[0] for k in kernels),
             "gaps: us, before, after": [[gap.us, gap.before, gap.after] for gap in longest],
-            "kernels: us, launches, name": first,
+            "kernels: us, launches, name": _first(kernels),
         }
 
 
@@ -121,9 +120,6 @@ def difference(base: Profile, other: Profile) -> dict[str, Any]:
         a, b = (kernels.get(name, Kernel(name, 0.0, 0.0)) for kernels in both)
         rows.append([b.us - a.us, a.us, b.us, a.launches, b.launches, name])
     rows.sort(key=lambda row: -abs(row[0]))
-    first, others = rows[:FIRST_NAMES], rows[FIRST_NAMES:]
-    if others:
-        first.append([*(sum(row[i] for row in others) for i in range(5)), f"({len(others)} others)"])
     return {
         "arm": other.arm,
         "against": base.arm,
@@ -132,8 +128,17 @@ def difference(base: Profile, other: Profile) -> dict[str, Any]:
         "busy_us": other.busy_us - base.busy_us,
         "idle_us": other.idle_us - base.idle_us,
         "kernels_us": sum(row[0] for row in rows),
-        "kernels: us more, us against, us, launches against, launches, name": first,
+        "kernels: us more, us against, us, launches against, launches, name": _first(rows),
     }
+
+
+def _first(rows: list[list[Any]]) -> list[list[Any]]:
+    """The first rows of numbers and a name, and the sum of the others as one more, so that columns add up."""
+    first, others = rows[:FIRST_NAMES], rows[FIRST_NAMES:]
+    if others:
+        *columns, _ = zip(*others, strict=True)
+        first.append([*map(sum, columns), f"({len(others)} others)"])
+    return first
 
 
 def observe(arm: str, work: Callable[[int], object], steps: int, device: torch.device) -> Profile:
@@ -213,9 +218,3 @@ def _seconds(work: Callable[[int], object], steps: int, device: torch.device) ->
     work(steps)
     wait_for(device)
     return time.perf_counter() - start
-
-
-def wait_for(device: torch.device) -> None:
-    """Return when a GPU has done everything."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
