@@ -101,15 +101,14 @@ def test_every_engine_can_be_taken_apart(family, spec, plan, zero):
     assert sum(found.shares.values()) == pytest.approx(1.0)
 
 
-def test_the_record_costs_what_was_put_into_it():
+def test_the_record_costs_what_was_put_into_it(clock, monkeypatch):
     """A recorder that sleeps is found in the part of the experts' guidance, and nowhere else."""
-    import time
-
+    monkeypatch.setattr("tracefp4.evaluation.steps.time", clock)
     steps = Steps(engine_of(), 2, 8)
     plan = Plan.parse("r1-all:experts")
     plain, recorded = steps.step(), steps.step(plan)
     write = recorded.capture.write
-    recorded.capture.write = lambda *args: time.sleep(0.05) or write(*args)
+    recorded.capture.write = lambda *args: clock.sleep(0.05) or write(*args)
     without, with_it = in_turn([plain, recorded], 1, rounds=3)
     layers = len(steps.engine.layout.moe_layers)
     assert 0.03 * layers < more(with_it, without) < 0.1 * layers

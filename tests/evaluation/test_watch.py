@@ -57,26 +57,11 @@ def test_rows_of_a_rollout_say_where_the_time_went(device, monkeypatch):
     assert claimed["value"] == pytest.approx(4 * 8 / seconds)
 
 
-class Clock:
-    """A clock on which nothing takes time but what says so, and a look at it a microsecond."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        self.now += 1e-6
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
 @pytest.fixture
-def clock(monkeypatch):
-    """The clock of whoever watches: how busy a machine is must not show in what is seen."""
-    made = Clock()
-    monkeypatch.setattr(watch_module, "time", made)
-    return made
+def clock(clock, monkeypatch):
+    """The clock of whoever watches."""
+    monkeypatch.setattr(watch_module, "time", clock)
+    return clock
 
 
 @pytest.mark.parametrize("overlap", [False, True])
