@@ -50,7 +50,7 @@ from tracefp4.kernels import (
 from tracefp4.kernels import step as step_rows
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)([^;]*);")
+LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.x]+)([^;]*);")
 
 
 def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
@@ -276,8 +276,8 @@ def products() -> list[bool]:
         for rows, columns, unroll, warps, stages in tiles:
             constants = {
                 "TOP_K": 8, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": True, "JOIN": warps % 4 == 0,
-                "FP4": not plain, "MX": mx, "BLOCK": block, "SHIFT": 128.0, "PER_TOKEN": True, "X_SCALE": not plain,
-                "ALPHA": not plain, "BIAS": False,
+                "SETTLE": warps % 4 == 0, "FP4": not plain, "MX": mx, "BLOCK": block, "SHIFT": 128.0,
+                "PER_TOKEN": True, "X_SCALE": not plain, "ALPHA": not plain, "BIAS": False,
             }  # fmt: skip
             name = f"experts {word} {rows}x{columns}x{64 * unroll} warps {warps} stages {stages}"
             limited = rows == 8 and columns == 64

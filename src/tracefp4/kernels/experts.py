@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tracefp4.kernels.elements import narrow, product
 from tracefp4.kernels.routing import Route
+from tracefp4.kernels.runtime import warp_groups
 from tracefp4.kernels.sizes import cdiv
 from tracefp4.kernels.words import NVFP4_SHIFT, weight_operands
 
@@ -108,8 +109,9 @@ def _grouped(
     x_ptr, second_ptr, x_scale_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, order_ptr, tiles_ptr, out_ptr,
     N, K, x_stride, blocks,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
-    JOIN: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
-    PER_TOKEN: tl.constexpr, X_SCALE: tl.constexpr, ALPHA: tl.constexpr, BIAS: tl.constexpr, SECOND: tl.constexpr,
+    JOIN: tl.constexpr, SETTLE: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr, PER_TOKEN: tl.constexpr, X_SCALE: tl.constexpr, ALPHA: tl.constexpr, BIAS: tl.constexpr,
+    SECOND: tl.constexpr,
 ):  # fmt: skip
     tile, part = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     expert = tl.load(tiles_ptr + tile * 3)
@@ -136,7 +138,7 @@ def _grouped(
             for _ in tl.range(0, K // (64 * UNROLL)):
                 for _step in tl.static_range(UNROLL):
                     word = tl.load(w + w_at) if WHOLE else tl.load(w + w_at, mask=inside[:, None], other=0)
-                    a, b, c, d = weight_operands(word, s + s_at, inside, COLUMNS, WHOLE, MX)
+                    a, b, c, d = weight_operands(word, s + s_at, inside, COLUMNS, WHOLE, MX, SETTLE)
                     acc = _chunk(a, b, c, d, x, second, acc, COLUMNS, JOIN, SECOND)
                     w += N * 16
                     s += N * (64 // BLOCK)
@@ -268,14 +270,14 @@ def grouped_linear(
     if second is not None and second.stride() != x.stride():
         x, second = x.contiguous(), second.contiguous()
     out = torch.empty(route.order.numel(), weight.out, dtype=dtype, device=x.device)
-    blocks = cdiv(weight.out, chosen.columns)
+    blocks, join = cdiv(weight.out, chosen.columns), chosen.warps % 4 == 0
     _grouped[(route.tiles.shape[0] * blocks,)](
         x, second, x if x_scale is None else x_scale, weight.values,
         weight.values if weight.scales is None else weight.scales,
         *(x if t is None else t for t in (weight.alpha, bias)), route.order, route.tiles, out,
         weight.out, weight.inner, x.stride(0), blocks,
         TOP_K=route.top_k, ROWS=route.rows, COLUMNS=chosen.columns, UNROLL=chosen.unroll,
-        WHOLE=weight.out % chosen.columns == 0, JOIN=chosen.warps % 4 == 0,
+        WHOLE=weight.out % chosen.columns == 0, JOIN=join, SETTLE=join and warp_groups(x),
         FP4=weight.scales is not None, MX=weight.mx, BLOCK=weight.block, SHIFT=NVFP4_SHIFT,
         PER_TOKEN=per_token, X_SCALE=x_scale is not None, ALPHA=weight.alpha is not None, BIAS=bias is not None,
         SECOND=second is not None,

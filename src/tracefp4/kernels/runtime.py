@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from tracefp4.errors import ConfigError
@@ -38,6 +39,16 @@ def usable(x: Tensor) -> bool:
     if choice not in ("triton", "reference"):
         raise ConfigError(f"{SWITCH} is {choice!r}; valid are 'triton' and 'reference'.")
     return choice == "triton"
+
+
+@functools.cache
+def _major(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
+
+
+def warp_groups(x: Tensor) -> bool:
+    """Whether ``x`` lies on a GPU that multiplies in warp groups (``wgmma``), which Hopper alone does."""
+    return x.is_cuda and torch.version.cuda is not None and _major(x.device.index or 0) == 9
 
 
 @contextmanager

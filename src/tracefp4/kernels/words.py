@@ -25,6 +25,9 @@ NVFP4_SHIFT = 128.0
 """What a sum of NVFP4 operands has to be multiplied by."""
 
 _REGISTERS = "{ .reg .b32 a, b, c, d, e, p, q, r, s; .reg .b64 f; .reg .b16 h0, h1, h2, h3;"
+# Products of a Hopper warp group read registers while the program goes on. Triton 3.6 leaves some in flight when a loop
+# begins anew, and the operands of the next step were written over what they still read (benchmarks/in_flight.py).
+_SETTLED = "wgmma.wait_group.sync.aligned 0;"
 _CODES = """
     and.b32 a, $4, 0x81C081C0;
     shl.b32 b, $4, 3;
@@ -92,7 +95,10 @@ _SCALE = """
 _NVFP4_ALONG = tl.constexpr(_REGISTERS + _CODES + _BYTES_ALONG + _HALVES + _SCALE)
 _NVFP4_ACROSS = tl.constexpr(_REGISTERS + _CODES + _BYTES_ACROSS + _SCALE)
 _MXFP4_ALONG = tl.constexpr(_REGISTERS + _CODES + _TO_TRUE + _PAIRS_ALONG + _HALVES + _SCALE)
-_LIFTED_ALONG = tl.constexpr(_REGISTERS + _CODES + "mov.b32 {h0, h2}, $5;\nmov.b32 {h1, h3}, $5;" + _HALVES + _SCALE)
+_LIFTED = _CODES + "mov.b32 {h0, h2}, $5;\nmov.b32 {h1, h3}, $5;" + _HALVES + _SCALE
+_LIFTED_ALONG = tl.constexpr(_REGISTERS + _LIFTED)
+_NVFP4_SETTLED = tl.constexpr(_REGISTERS + _SETTLED + _CODES + _BYTES_ALONG + _HALVES + _SCALE)
+_LIFTED_SETTLED = tl.constexpr(_REGISTERS + _SETTLED + _LIFTED)
 _MXFP4_ACROSS = tl.constexpr(_REGISTERS + _CODES + _TO_TRUE + _PAIRS_ACROSS + _SCALE)
 
 
@@ -138,11 +144,12 @@ def _interpreted(bits, even, odd, GROUP: tl.constexpr, MX: tl.constexpr):
 
 
 @triton.jit
-def operands(word, even, odd, MX: tl.constexpr, ACROSS: tl.constexpr = False):
+def operands(word, even, odd, MX: tl.constexpr, ACROSS: tl.constexpr = False, SETTLE: tl.constexpr = False):
     """Four bfloat16 tiles in the shape of ``word`` (int16): its codes ``0..3``, each times its scale.
 
     ``even`` and ``odd`` (int32, same shape) come from :func:`chunk_scales`. Unless ``ACROSS``, words that are
-    neighbours in a register must share their scales, as those of one row do.
+    neighbours in a register must share their scales, as those of one row do. ``SETTLE``, of NVFP4 along a vector: wait
+    for the products of a Hopper warp group first.
     """
     if INTERPRETED:
         w = word.to(tl.int32) & 0xFFFF
@@ -164,7 +171,7 @@ def operands(word, even, odd, MX: tl.constexpr, ACROSS: tl.constexpr = False):
         )
     else:
         return tl.inline_asm_elementwise(
-            _NVFP4_ACROSS if ACROSS else _NVFP4_ALONG,
+            _NVFP4_ACROSS if ACROSS else _NVFP4_SETTLED if SETTLE else _NVFP4_ALONG,
             "=r,=r,=r,=r,r,r,r",
             [word, even],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -174,11 +181,14 @@ def operands(word, even, odd, MX: tl.constexpr, ACROSS: tl.constexpr = False):
 
 
 @triton.jit
-def weight_operands(word, scale_ptr, inside, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, MX: tl.constexpr):
+def weight_operands(
+    word, scale_ptr, inside, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, MX: tl.constexpr, SETTLE: tl.constexpr
+):  # fmt: skip
     """The same of a chunk of an expert weight: ``word (COLUMNS, 16)`` and the scale bytes at ``scale_ptr (COLUMNS,)``.
 
     NVFP4: E5M3 bytes. MXFP4 (``MX``): bytes of :func:`tracefp4.formats.words.lift`, whose codes take one multiplication
-    as those of NVFP4 do. ``WHOLE``: all pointers are valid, ``inside`` is not needed.
+    as those of NVFP4 do. ``WHOLE``: all pointers are valid, ``inside`` is not needed. ``SETTLE``: wait for the
+    products of a Hopper warp group before registers are written that they might be reading.
     """
     if MX:
         at = scale_ptr.to(tl.pointer_type(tl.int16))
@@ -194,7 +204,7 @@ def weight_operands(word, scale_ptr, inside, COLUMNS: tl.constexpr, WHOLE: tl.co
             )  # fmt: skip
         else:
             return tl.inline_asm_elementwise(
-                _LIFTED_ALONG,
+                _LIFTED_SETTLED if SETTLE else _LIFTED_ALONG,
                 "=r,=r,=r,=r,r,r,r",
                 [word, pair],
                 dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
@@ -205,7 +215,7 @@ def weight_operands(word, scale_ptr, inside, COLUMNS: tl.constexpr, WHOLE: tl.co
         at = scale_ptr.to(tl.pointer_type(tl.int32))
         four = tl.load(at) if WHOLE else tl.load(at, mask=inside, other=0)
         four = tl.broadcast_to(four[:, None], (COLUMNS, 16))
-        return operands(word, four, four, False)
+        return operands(word, four, four, False, False, SETTLE)
 
 
 @triton.jit
