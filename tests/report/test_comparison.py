@@ -288,6 +288,16 @@ def test_the_verdict_does_not_hang_on_the_order_of_tables(results):
         assert verdict(results)[:4] == expected[:4], tables
 
 
+def test_joint_rounding_leads_where_it_was_asked_for(results):
+    """Figure 7 sets FP4 policies beside post-hoc quantization, so both have to be of one spec."""
+    for tables, leading in ((["t3", "t7"], "t7"), (["t3", "t1", "t7"], "t1"), (["t4", "t3"], "t4")):
+        results.tables = tables
+        results.members = {name: [a.name for a in arms_of(name, BASE)] for name in tables}
+        assert results.leading == leading
+        specs = {arm.spec for arm in paper_figures._dynamics(results)} - {"bf16"}
+        assert specs == ({"nvfp4-w4a4-kv4"} if leading != "t4" else {"mxfp4-w4a8-kv4"})
+
+
 def test_without_qat_nothing_is_ranked(results):
     results.tables = ["t5"]
     results.members = {"t5": [a.name for a in arms_of("t5", BASE)]}

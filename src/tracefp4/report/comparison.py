@@ -125,12 +125,10 @@ def verdict(results: Results) -> list[str]:
 
 
 def _judged(results: Results) -> list[str]:
-    """Arms that the verdict speaks of: those of table t1, else of the first table that holds qat, else of the first."""
-    for name in ("t1", *results.tables):
-        members = results.members.get(name, [])
-        if (name == "t1" and members) or any(arm.partition("@")[0] == "qat" for arm in members):
-            return members
-    return results.members[results.tables[0]]
+    """Arms that the verdict speaks of: those of the leading table, or of the first that holds qat if it does not."""
+    tables = [results.members[name] for name in (results.leading, *results.tables)]
+    held = (members for members in tables if any(arm.partition("@")[0] == "qat" for arm in members))
+    return next(held, tables[0])
 
 
 def _of_trace(trace: Row, reference: Row, ranks: bool) -> list[str]:

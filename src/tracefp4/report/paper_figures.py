@@ -75,20 +75,15 @@ def draw_all(results: Results) -> tuple[list[Drawing], list[str]]:
             notes.append(f"{name} ({title}) is left out: its data were not recorded.")
         else:
             drawings.append(Drawing(name, title, figure))
-    table, left = _first(results), [arm.name for arm in _of_table(results)[_limit(_of_table(results)) :]]
+    table, left = results.leading, [arm.name for arm in _of_table(results)[_limit(_of_table(results)) :]]
     if left:
         notes.append(f"Curves show {MOST} arms of table {table} beside {REFERENCE}; left out: {', '.join(left)}.")
     return drawings, notes
 
 
-def _first(results: Results) -> str:
-    """The table whose arms are drawn together."""
-    return "t1" if results.members.get("t1") else results.tables[0]
-
-
 def _of_table(results: Results) -> list[Arm]:
-    """Finished arms of the first table, under the first of its specs; those in bfloat16 go with any."""
-    arms = [results.arm(name) for name in results.members[_first(results)] if results.done(name)]
+    """Finished arms of the leading table, under the first of its specs; those in bfloat16 go with any."""
+    arms = [results.arm(name) for name in results.members[results.leading] if results.done(name)]
     specs = [arm.spec for arm in arms if arm.spec != "bf16"]
     return [arm for arm in arms if arm.spec in ("bf16", *specs[:1])]
 

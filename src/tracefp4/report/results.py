@@ -86,6 +86,11 @@ class Results:
         """The arm called ``name``."""
         return next(arm for arm in self.arms if arm.name == name)
 
+    @property
+    def leading(self) -> str:
+        """The table that the verdict speaks of and whose curves are drawn: joint NVFP4 where it was asked for."""
+        return next((name for name in ("t1", "t7") if self.members.get(name)), self.tables[0])
+
     def done(self, name: str) -> list[RunResult]:
         """Finished runs of an arm that were evaluated."""
         return [run for run in self.runs[name] if run.status == "done" and run.last is not None]
