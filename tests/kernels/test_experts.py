@@ -29,6 +29,7 @@ def gpu_configs():
     several += [(128, 1, 1, 4), (128, 1, 2, 3), (128, 1, 2, 4), (64, 1, 2, 4)]
     groups = [(64, unroll, 4, stages) for unroll in (1, 2) for stages in (3, 4)]
     groups += [(128, 1, 4, 3), (128, 1, 4, 4), (128, 2, 4, 3), (128, 1, 8, 3), (256, 1, 4, 3)]
+    groups += [(64, 1, 4, 6), (64, 1, 4, 8), (128, 1, 4, 6)]
     return [Config(*size) for size in (*single, *several, *groups)]
 
 

@@ -276,6 +276,8 @@ def _expert_configs(arm: str, batch: int, rows: int, inner: int) -> list[Config]
 
     if rows >= 32:
         sizes = [(128, 1, 4, 4), (128, 1, 4, 3), (64, 1, 4, 4), (64, 1, 4, 3), (128, 1, 8, 3)]
+        # Few experts make few programs, and what a program has under way is then all that is.
+        sizes += [(64, 1, 4, 6), (64, 1, 4, 8), (128, 1, 4, 6)]
         if arm != "bf16":
             sizes += [(128, 2, 4, 3), (64, 2, 4, 3), (128, 1, 2, 3), (256, 1, 4, 3)]
     elif arm == "bf16":

@@ -98,7 +98,7 @@ def attend_decode(
         from tracefp4.kernels.attention_decode import decode_attention, fits, split_for
 
         if fits(q[:, :, 0], kv):
-            span = split_for(max_batch)
+            span = split_for(max_batch, kv)
             return decode_attention(q[:, :, 0], kv, pages, lengths, scaling, window, sinks, span=span).unsqueeze(1)
     slots, last = context(), lengths.unsqueeze(1) - 1
     positions = torch.arange(slots.shape[1], device=slots.device).unsqueeze(0)
