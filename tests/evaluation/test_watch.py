@@ -14,6 +14,7 @@ from tracefp4.evaluation.bench_engine import slice_of
 from tracefp4.evaluation.watch import watched
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.rollout import runner
+from tracefp4.rollout.harvest import Harvester
 from tracefp4.rollout.loop import Loop
 from tracefp4.rollout.runner import Runner
 
@@ -62,6 +63,19 @@ def clock(clock, monkeypatch):
     """The clock of whoever watches."""
     monkeypatch.setattr(watch_module, "time", clock)
     return clock
+
+
+def test_gathering_what_was_recorded_is_counted_by_itself(engine, monkeypatch, clock):
+    collect, calls = Harvester.collect, []
+
+    def slow(*args):
+        calls.append(clock.sleep(0.2))
+        return collect(*args)
+
+    monkeypatch.setattr(Harvester, "collect", slow)
+    _, numbers, _ = seen(engine)
+    assert calls and numbers["gather_ms"] == pytest.approx(200 * len(calls), rel=0.2)
+    assert numbers["rest_ms"] + numbers["decode_ms"] > numbers["gather_ms"]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -142,7 +142,7 @@ def _said(numbers: dict[str, float]) -> str:
         text += f" (us: {numbers['between_launches_us']:.0f}, p95 {numbers['between_launches_p95_us']:.0f}"
         text += f", host {numbers['host_us']:.0f}"
         text += f", device {numbers['device_step_us']:.0f})" if "device_step_us" in numbers else ")"
-    return text + f", rest {numbers['rest_ms']:.0f} ms"
+    return text + f", rest {numbers['rest_ms']:.0f} ms (gathering {numbers['gather_ms']:.0f})"
 
 
 def step_bounds(bench: Bench, part: Slice, spec: str, batch: int, new_tokens: int) -> tuple[float, float]:

@@ -26,6 +26,7 @@ from itertools import pairwise
 import numpy as np
 
 from tracefp4.rollout.embedded import EmbeddedEngine
+from tracefp4.rollout.harvest import Harvested
 from tracefp4.rollout.request import Sampled, Sequence
 from tracefp4.rollout.runner import Flight
 
@@ -49,6 +50,8 @@ class Watch:
     """Prefills, until the first tokens were known."""
     waited: float = 0.0
     """The host, for results of decode steps."""
+    gathered: float = 0.0
+    """Taking what was recorded of sequences that ended; copies may be under way when it returns."""
     landed: float = 0.0
     """When the last result had arrived, on the clock of the launches."""
 
@@ -64,7 +67,8 @@ class Watch:
         """Where the ``seconds`` of a rollout went.
 
         Returns:
-            ``total_ms``, which is the sum of ``prefill_ms``, ``decode_ms`` and ``rest_ms``; ``steps``, those of decode;
+            ``total_ms``, which is the sum of ``prefill_ms``, ``decode_ms`` and ``rest_ms``; ``gather_ms``, which is within
+            the last two; ``steps``, those of decode;
             with two or more of them ``between_launches_us`` and ``between_launches_p95_us``, median and 95th percentile
             of the time between two launches without a prefill, and ``host_us``, the median of it without waiting.
         """
@@ -73,6 +77,7 @@ class Watch:
             "prefill_ms": 1e3 * self.prefill,
             "decode_ms": 1e3 * self.decode,
             "rest_ms": 1e3 * (seconds - self.prefill - self.decode),
+            "gather_ms": 1e3 * self.gathered,
             "steps": len(self.launches),
         }
         pairs = [(a, b) for a, b in pairwise(self.launches) if a.prefill == b.prefill]
@@ -105,8 +110,8 @@ class _WatchedFlight(Flight):
 @contextmanager
 def watched(engine: EmbeddedEngine) -> Iterator[Watch]:
     """Watch what ``engine`` does meanwhile. Nothing may be in flight at either end."""
-    watch, loop, runner = Watch(), engine._loop, engine._runner
-    begin, launch = loop.begin, runner.launch
+    watch, loop, runner, harvester = Watch(), engine._loop, engine._runner, engine._harvester
+    begin, launch, collect = loop.begin, runner.launch, harvester.collect
 
     def timed_begin() -> None:
         start = time.perf_counter()
@@ -118,8 +123,14 @@ def watched(engine: EmbeddedEngine) -> Iterator[Watch]:
         made = launch(sequences, before)
         return _WatchedFlight(made.sequences, made.tokens, made.truncate, made.top, made.rows, made.arrival, watch)
 
-    loop.begin, runner.launch = timed_begin, timed_launch
+    def timed_collect(sequences: Items[Sequence], weight_version: int) -> list[Harvested]:
+        start = time.perf_counter()
+        found = collect(sequences, weight_version)
+        watch.gathered += time.perf_counter() - start
+        return found
+
+    loop.begin, runner.launch, harvester.collect = timed_begin, timed_launch, timed_collect
     try:
         yield watch
     finally:
-        del loop.begin, runner.launch  # the classes' own again
+        del loop.begin, runner.launch, harvester.collect  # the classes' own again
