@@ -274,6 +274,6 @@ def decode_attention(
     if not alone:
         _combine[(batch * heads,)](
             part, top, total, added, out, splits, heads, kv.shift,
-            D=width, SINKS=sinks is not None, TOGETHER=8, num_warps=max(1, width // 64),
+            D=width, SINKS=sinks is not None, TOGETHER=16, num_warps=max(1, width // 64),
         )  # fmt: skip
     return out

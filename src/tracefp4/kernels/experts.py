@@ -211,7 +211,9 @@ def default_config(weight: ExpertWeight, route: Route, terms: int = 1) -> Config
         # Few experts with many tokens each leave most of a GPU without a program, so programs get half the columns.
         few = route.most * weight.out < _WIDE_PROGRAMS * 128
         unroll = 1 if plain or terms * route.rows > 64 else _unroll(weight, 2)
-        return Config(64 if few else 128, unroll, 4, 4 if plain else 3)
+        if few:  # what two programs of a multiprocessor have under way is all that is: as much as both have room for
+            return Config(64, unroll, 4, 6 if unroll == 1 else 4)
+        return Config(128, unroll, 4, 4 if plain else 3)
     # Measured on an H200: 16 rows where a row costs more instructions, which MXFP4 does.
     columns, narrowest = 64, 16 if weight.mx else 32
     while columns > narrowest and route.most * weight.out < _PROGRAMS * columns:

@@ -44,8 +44,8 @@ _PIECE = 2048
 """Values a program takes of a longer row without such a scale."""
 GRID_LIMIT = 65535
 """Most programs along the second axis of a CUDA grid; along the first there may be 2^31 - 1."""
-FEW = 528
-"""Programs up to which a GPU of 132 multiprocessors has less than one for each of its schedulers."""
+_WARPS = 8448
+"""Warps that a GPU of 132 multiprocessors holds at once."""
 
 
 @triton.jit(do_not_specialize=["record_start", "record_size"])
@@ -325,7 +325,7 @@ def quantize(
         *((0, 0, 0) if place is None else (place.rows.stride(0), place.start, place.size)),
         TILE=tile, GATED=gated, GIVEN=given, DECODE=out.decode is not None, CODES=codes, PACKED=packed,
         OPERAND=operand, VALUES=values is not None, BITS=bits, VECTORS=0 if place is None else place.vectors,
-        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1] <= FEW), enable_fp_fusion=False,
+        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1]), enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -344,12 +344,14 @@ def tile_of(width: int, rules: Rules, given: bool = False) -> int:
     return whole if rules.scope == "token" and not given else min(whole, _PIECE // rules.block)
 
 
-def warps_of(values: int, few: bool = False) -> int:
-    """Warps for a tile: 32 values a thread, so that scales weigh little; one warp at least, sixteen at most.
+def warps_of(values: int, programs: int = _WARPS, each: int = 32) -> int:
+    """Warps for a tile; one at least, sixteen at most.
 
-    With so ``few`` programs that the length of a thread decides, as in a decode step, 8 values a thread, one load.
+    ``each`` values a thread, so that scales weigh little, if there are ``programs`` enough. With fewer of them, as in a
+    decode step, a thread's length decides: as many warps as the GPU has room for, down to 8 values a thread, one load.
     """
-    return max(1, min(16, next_power_of_2(values) // (256 if few else 1024)))
+    size, room = next_power_of_2(values), 1 << (max(_WARPS // programs, 1).bit_length() - 1)
+    return max(1, min(16, max(size // (32 * each), min(size // 256, room))))
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.place import Place
-from tracefp4.kernels.quantize import FEW, Fused, allocate, given_or, load_blocks, record, round_blocks, write
+from tracefp4.kernels.quantize import Fused, allocate, given_or, load_blocks, record, round_blocks, warps_of, write
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import block_amax, global_forms, global_from_amax, row_top, scale_value
 from tracefp4.kernels.sizes import next_power_of_2
@@ -150,14 +150,7 @@ def compensate(
         *((none, none, none) if place is None else (place.rows, place.slots, place.tickets)),
         width, count, x.stride(0), *((0, 0, 0) if place is None else (place.rows.stride(0), place.start, place.size)),
         TILE=tile, GATED=gated, BITS=bits, VECTORS=0 if place is None else place.vectors,
-        **rules.constants(), num_warps=_warps_of(tile * rules.block, rows <= FEW), enable_fp_fusion=False,
+        # Half as many values a thread as where a row is only rounded: what is left of them takes registers too.
+        **rules.constants(), num_warps=warps_of(tile * rules.block, rows, 16), enable_fp_fusion=False,
     )  # fmt: skip
     return out, second
-
-
-def _warps_of(values: int, few: bool) -> int:
-    """Warps for a row: 16 values a thread, or 8 where so ``few`` rows run that the length of a thread decides.
-
-    Half as many values as where a row is only rounded, because what is left of them takes registers too.
-    """
-    return max(1, min(16, values // (256 if few else 512)))
