@@ -5,7 +5,7 @@
 On Hopper a warp group begins a product (``HGMMA``) and goes on. Operands may lie in registers, and those must stay as
 they are until a wait (``WARPGROUP.DEPBAR``) has seen the product's group end. Who breaks that gets a right result
 nearly always: the tensor core has mostly read them by then. MXFP4 experts of 4-warp programs did so as Triton 3.6
-compiles them, and on a busy GPU one weight in some 1e9 was replaced, now and then by a NaN.
+compiles them, and on a busy GPU a result in some 1e9 was a NaN.
 
 The program walks every loop of a compiled kernel twice and notes which groups may be in flight at each instruction.
 """
