@@ -67,8 +67,8 @@ class Watch:
         """Where the ``seconds`` of a rollout went.
 
         Returns:
-            ``total_ms``, which is the sum of ``prefill_ms``, ``decode_ms`` and ``rest_ms``; ``gather_ms``, which is within
-            the last two; ``steps``, those of decode;
+            ``total_ms``, which is the sum of ``prefill_ms``, ``decode_ms`` and ``rest_ms``; ``gather_ms``, within the
+            last two; ``steps``, those of decode;
             with two or more of them ``between_launches_us`` and ``between_launches_p95_us``, median and 95th percentile
             of the time between two launches without a prefill, and ``host_us``, the median of it without waiting.
         """
