@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from tracefp4.errors import FormatError
 from tracefp4.formats.blocks import quantize_weight
 from tracefp4.formats.spec import get_spec
-from tracefp4.models.packing import PackedWeight, digest, pack_weight
+from tracefp4.kernels.runtime import interpreted
+from tracefp4.models.packing import PackedWeight, digest, pack_weight, weight_operand
 
 KNOWN = {
     "nvfp4-te": ("af2dfcc6b002468d0d14680c1acc8dae", "4dbe7bcbb23abdb816755c7390851568"),
@@ -48,3 +51,22 @@ def test_a_weight_is_packed_as_it_is_quantized(name):
 def test_a_matrix_is_no_stacked_weight():
     with pytest.raises(FormatError, match="stacked weights"):
         pack_weight(weight()[0], numerics_of("nvfp4-te"))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_operand_without_codes_is_that_of_the_codes(name, kernels, device):
+    n, w = numerics_of(name), weight().to(device)
+    with interpreted() if kernels and device.type == "cpu" else nullcontext():
+        expected = pack_weight(w, n).operand()
+        into = torch.full_like(w, float("nan"))
+        for transposed, given in ((False, None), (False, into), (True, into)):
+            matrix = w.transpose(1, 2).contiguous() if transposed else w
+            found = weight_operand(matrix, n, transposed=transposed, into=given)
+            assert found.packed is None and torch.equal(found.values, expected.values)
+            assert (found.scale is None) == (expected.scale is None)
+            assert found.scale is None or torch.equal(found.scale, expected.scale)
+            if not transposed and given is not None and (kernels or device.type == "cuda"):
+                assert found.values.data_ptr() == into.data_ptr()
+    with pytest.raises(FormatError, match="stacked weights"):
+        weight_operand(w[0], n)

@@ -1,9 +1,12 @@
 """Quantized weights and saved activations: kept once a step, in a form that changes no bit."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from tracefp4.formats.spec import get_spec
+from tracefp4.kernels.runtime import interpreted
 from tracefp4.models.binding import bind
 from tracefp4.models.layout import describe
 from tracefp4.models.tiny import tiny_model
@@ -18,13 +21,14 @@ from tracefp4.training.weights import IN_FLIGHT, WeightOperands
 def packings(monkeypatch) -> list[int]:
     """Every quantization of a weight."""
     made: list[int] = []
-    real = weights.pack_weight
+    for name in ("pack_weight", "weight_operand"):
+        real = getattr(weights, name)
 
-    def counted(weight, *args, **kwargs):
-        made.append(weight.numel())
-        return real(weight, *args, **kwargs)
+        def counted(weight, *args, real=real, **kwargs):
+            made.append(weight.numel())
+            return real(weight, *args, **kwargs)
 
-    monkeypatch.setattr(weights, "pack_weight", counted)
+        monkeypatch.setattr(weights, name, counted)
     return made
 
 
@@ -127,3 +131,26 @@ def test_managed_weights_change_when_it_is_said(packings):
 def test_eight_bit_weights_are_kept_widened():
     assert WeightOperands(get_spec("nvfp4-w4a4").weights, "packed").cache == "packed"
     assert WeightOperands(None, "packed").cache == "widened"
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_operands_are_rewritten_where_they_lie(kernels, device):
+    """What a captured graph repeats: new values and scales at the old addresses, those of a fresh quantization."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 2, "num_hidden_layers": 1}
+    model = tiny_model("qwen3_moe", 0, dtype=torch.bfloat16, **sizes).to(device)
+    spec = get_spec("nvfp4-w4a4-kv4")
+    operands = WeightOperands(spec.weights)
+    module = model.get_submodule(next(iter(describe(model).experts.values())))
+    with interpreted() if kernels and device.type == "cpu" else nullcontext():
+        before = [operands.get(module, name) for name in ("gate_up_proj", "down_proj")]
+        places = [(o.values.data_ptr(), o.scale.data_ptr(), o.values.clone()) for o in before]
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(-1.7)
+        operands.rewrite()
+        operands.rewritten()
+        for (values, scale, old), name in zip(places, ("gate_up_proj", "down_proj"), strict=True):
+            found, fresh = operands.get(module, name), WeightOperands(spec.weights).get(module, name)
+            assert (found.values.data_ptr(), found.scale.data_ptr()) == (values, scale)
+            assert not torch.equal(found.values, old)
+            assert torch.equal(found.values, fresh.values) and torch.equal(found.scale, fresh.scale)

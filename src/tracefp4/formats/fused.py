@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,6 +17,9 @@ from tracefp4.formats import e4m3, e8m0
 from tracefp4.formats.numerics import Numerics
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.runtime import usable
+
+if TYPE_CHECKING:
+    from tracefp4.kernels.quantize import Fused
 
 
 @lru_cache(maxsize=64)
@@ -73,6 +77,40 @@ def quantize_by_kernel(
     Raises:
         FormatError: the kernel wrote no codes.
     """
+    out, global_scale = _by_kernel(x, numerics, global_scale, per, codes=not packed, packed=packed)
+    codes = out.packed if packed else out.codes
+    if codes is None:
+        raise FormatError(f"The kernel of {numerics.name!r} wrote no codes.")
+    return codes, out.scales, global_scale
+
+
+def operand_by_kernel(
+    x: Tensor, numerics: Numerics, per: int = 0, into: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The exact operand of ``x`` alone, where nobody wants its codes.
+
+    Args:
+        x: see :func:`quantize_by_kernel`.
+        numerics: see there.
+        per: see there.
+        into: contiguous bfloat16 ``(..., D)`` that is written and returned, or ``None``.
+
+    Returns:
+        ``code x block scale``, bfloat16 ``(..., D)``, and the global scale.
+
+    Raises:
+        FormatError: the kernel wrote no operand.
+    """
+    out, global_scale = _by_kernel(x, numerics, None, per, operand=True if into is None else into)
+    if out.operand is None:
+        raise FormatError(f"The kernel of {numerics.name!r} wrote no operand.")
+    return out.operand, global_scale
+
+
+def _by_kernel(
+    x: Tensor, numerics: Numerics, global_scale: Tensor | None, per: int, **wanted: bool | Tensor
+) -> tuple[Fused, Tensor | None]:
+    """What the kernel wrote, and the global scale in the shape of :class:`tracefp4.formats.blocks.Quantized`."""
     from tracefp4.kernels.quantize import global_scales, quantize
 
     made = rules(numerics)
@@ -80,8 +118,5 @@ def quantize_by_kernel(
         shape = (*x.shape[:per], *(1 for _ in x.shape[per:])) if per else ()
         global_scale = global_scales(x, made, math.prod(x.shape[:per])).view(shape)
     given = None if global_scale is None else global_scale.contiguous()
-    out = quantize(x, made, given, codes=not packed, packed=packed)
-    codes = out.packed if packed else out.codes
-    if codes is None:
-        raise FormatError(f"The kernel of {numerics.name!r} wrote no codes.")
-    return codes, out.scales, out.global_scale if global_scale is None else global_scale
+    out = quantize(x, made, given, **wanted)  # type: ignore[arg-type]
+    return out, out.global_scale if global_scale is None else global_scale

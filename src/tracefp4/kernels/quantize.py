@@ -278,7 +278,7 @@ def quantize(
     gated: bool = False,
     codes: bool = False,
     packed: bool = False,
-    operand: bool = False,
+    operand: bool | Tensor = False,
     values: torch.dtype | None = None,
     bits: int = 0,
     decode: bool = False,
@@ -294,7 +294,7 @@ def quantize(
         gated: ``x (..., 2 D)`` holds gate and up; quantize ``silu(gate) * up``, rounded as the eager code rounds it.
         codes: write whole codes, one a byte.
         packed: write two codes a byte.
-        operand: write exact bfloat16 operands.
+        operand: write exact bfloat16 operands; into this contiguous tensor ``(..., D)`` if it is one.
         values: write dequantized values in this dtype.
         bits: write this many bit planes, 0 for none.
         decode: write the global decode scale of each row. Only under scope ``token``.
@@ -324,7 +324,8 @@ def quantize(
         width, stride, groups, group_stride, per_global,
         *((0, 0, 0) if place is None else (place.rows.stride(0), place.start, place.size)),
         TILE=tile, GATED=gated, GIVEN=given, DECODE=out.decode is not None, CODES=codes, PACKED=packed,
-        OPERAND=operand, VALUES=values is not None, BITS=bits, VECTORS=0 if place is None else place.vectors,
+        OPERAND=out.operand is not None, VALUES=values is not None, BITS=bits,
+        VECTORS=0 if place is None else place.vectors,
         **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1]), enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -365,7 +366,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def allocate(
-    x: Tensor, lead: torch.Size, width: int, rules: Rules, codes: bool, packed: bool, operand: bool,
+    x: Tensor, lead: torch.Size, width: int, rules: Rules, codes: bool, packed: bool, operand: bool | Tensor,
     values: torch.dtype | None, bits: int,
 ) -> Fused:  # fmt: skip
     """Tensors for what was asked for; ``lead`` are the leading axes of ``x``."""
@@ -378,7 +379,7 @@ def allocate(
         global_scale=new(1, torch.float32) if rules.scope == "token" else None,
         codes=new(width) if codes else None,
         packed=new(width // 2) if packed else None,
-        operand=new(width, torch.bfloat16) if operand else None,
+        operand=operand if isinstance(operand, Tensor) else new(width, torch.bfloat16) if operand else None,
         values=None if values is None else new(width, values),
         planes=new(bits * width // 8) if bits else None,
     )

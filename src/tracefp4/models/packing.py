@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tracefp4.errors import FormatError, SyncError
 from tracefp4.formats import e2m1
 from tracefp4.formats.blocks import Quantized
+from tracefp4.formats.fused import has_kernel, operand_by_kernel
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.packed import Packed, quantize_packed
 from tracefp4.models.fingerprint import fingerprint
@@ -124,6 +125,29 @@ def pack_weight(weight: Tensor, numerics: Numerics, *, transposed: bool = False)
     matrix = weight.transpose(1, 2).contiguous() if transposed else weight
     packed, global_scale = quantize_packed(matrix.detach(), numerics, per=1)
     return PackedWeight(packed.codes, packed.scales, global_scale, numerics)
+
+
+def weight_operand(
+    weight: Tensor, numerics: Numerics, *, transposed: bool = False, into: Tensor | None = None
+) -> Operand:
+    """The operand of ``pack_weight``, where nobody wants the codes: values and global scales, bit for bit the same.
+
+    Args:
+        weight: see :func:`pack_weight`.
+        numerics: see there.
+        transposed: see there.
+        into: contiguous bfloat16 ``(E, out, in)`` for the values, which a kernel then writes there; without one they
+            are new.
+
+    Raises:
+        FormatError: see there.
+    """
+    if weight.ndim != 3 or transposed or not weight.numel() or not has_kernel(weight, numerics):
+        operand = pack_weight(weight, numerics, transposed=transposed).operand()
+        return Operand(operand.values, operand.scale)
+    values, global_scale = operand_by_kernel(weight.detach(), numerics, per=1, into=into)
+    scale = Quantized(values, values, global_scale, numerics).decode_scale()
+    return Operand(values, None if scale is None else scale.reshape(-1))
 
 
 def check_packed(

@@ -16,6 +16,8 @@ from tracefp4.guidance.layout import Parts
 from tracefp4.guidance.runs import SiteRuns
 from tracefp4.training.batch import GuidedRows, Routes
 
+_KINDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
 
 def kind_of(guidance: GuidedRows | None) -> Hashable:
     """What of guidance decides which launches there are."""
@@ -71,7 +73,16 @@ def copy_guidance(
         *row_parts, checks = zip(mine, theirs, strict=True)
         for into, part in row_parts:
             if into is not None and part is not None:
-                torch.index_select(part, 1, places, out=into)
+                torch.index_select(_wide(part), 1, places, out=_wide(into))
         into, part = checks
         if into is not None and part is not None:
             torch.index_select(part.flatten(1), 1, cut, out=into.flatten(1))
+
+
+def _wide(part: Tensor) -> Tensor:
+    """A view ``(sites, rows, n)`` of contiguous ``(sites, rows, ...)`` in the widest integers a row is made of.
+
+    A gather takes one element at a time, however small, and rows of planes and scales are bytes.
+    """
+    rows = part.flatten(2).view(torch.uint8)
+    return rows.view(next(kind for kind in _KINDS if rows.shape[2] % kind.itemsize == 0))

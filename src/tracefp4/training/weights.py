@@ -17,12 +17,13 @@ import weakref
 from collections import OrderedDict
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import ConfigError
 from tracefp4.formats.numerics import Numerics
 from tracefp4.models.operands import widened
-from tracefp4.models.packing import PackedWeight, pack_weight
+from tracefp4.models.packing import PackedWeight, pack_weight, weight_operand
 from tracefp4.models.sites import Operand
 
 Cache = Literal["widened", "packed"]
@@ -109,8 +110,9 @@ class WeightOperands:
             transposed = bool(getattr(module, "is_transposed", False))
             kept = self._operands[id(module), projection][1]
             if self.numerics is not None:
-                packed = pack_weight(weight.detach(), self.numerics, transposed=transposed)
-                self._renewed(kept, widened(packed.operand()))
+                into = kept.values if kept.values.dtype is torch.bfloat16 else None
+                new = weight_operand(weight.detach(), self.numerics, transposed=transposed, into=into)
+                self._renewed(kept, widened(new))
 
     def rewritten(self) -> None:
         """Every kept operand is that of its weight as it is now."""
@@ -125,9 +127,11 @@ class WeightOperands:
 
     def _renewed(self, old: Operand, new: Operand) -> Operand:
         """``new``, at the addresses of ``old`` if that can be."""
-        if new.values.data_ptr() == old.values.data_ptr():
-            return new
         parts = ((old.values, new.values), (old.scale, new.scale))
+        if new.values.data_ptr() == old.values.data_ptr():
+            if new.scale is None or old.scale is None:
+                return new
+            parts = parts[1:]
         same = all(a is b or (a is not None and b is not None and a.shape == b.shape) for a, b in parts)
         if self.cache == "packed" or not same or old.values.dtype is not new.values.dtype:
             self.generation += 1
@@ -170,12 +174,11 @@ class WeightOperands:
         if self.numerics is None:
             return self._plain(weight, transposed)
         kept = self._packed.get(key)
+        if self.cache == "widened" and (kept is None or kept[0] != stamp):
+            self._packed.pop(key, None)  # what was put there stood for other values
+            return weight_operand(weight, self.numerics, transposed=transposed)
         if kept is None or kept[0] != stamp:
-            kept = (stamp, pack_weight(weight, self.numerics, transposed=transposed))
-            if self.cache == "packed":
-                self._packed[key] = kept
-            else:
-                self._packed.pop(key, None)  # what was put there stood for other values
+            kept = self._packed[key] = (stamp, pack_weight(weight, self.numerics, transposed=transposed))
         operand = kept[1].operand()
         return operand if self.cache == "packed" else Operand(operand.values, operand.scale)
 
