@@ -5,7 +5,9 @@ import pytest
 from tracefp4.config import parse
 from tracefp4.errors import ConfigError
 from tracefp4.formats.spec import get_spec
+from tracefp4.guidance.plan import Plan
 from tracefp4.methods import METHODS, get_method
+from tracefp4.rl.setup import check_training
 
 SPEC = get_spec("nvfp4-w4a4-kv4")
 
@@ -21,6 +23,7 @@ SPEC = get_spec("nvfp4-w4a4-kv4")
         ("quads", (True, True, True), (True, False, False)),
         ("tis_sc", (True, True, True), (False, False, False)),
         ("trace", (True, True, True), (True, True, True)),
+        ("trace_quads", (True, True, True), (True, False, True)),
     ],
 )
 def test_what_is_quantized_on_each_side(method, rollout, trainer):
@@ -30,11 +33,12 @@ def test_what_is_quantized_on_each_side(method, rollout, trainer):
         # What both sides quantize, they quantize alike.
         assert spec.weights in (None, SPEC.weights)
         assert spec.activations in (None, SPEC.activations)
-    assert one.guided == (method == "trace")
+        assert spec.kv in (None, SPEC.kv)
+    assert one.guided == method.startswith("trace")
 
 
 def test_every_method_is_covered_here():
-    assert set(METHODS) == {"bf16", "qat", "qat_w4a16", "qarl", "quads", "tis_sc", "trace"}
+    assert set(METHODS) == {"bf16", "qat", "qat_w4a16", "qarl", "quads", "tis_sc", "trace", "trace_quads"}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -61,8 +65,9 @@ def test_tis_sc_keeps_the_correction_of_the_run():
         assert (found.loss.name, found.loss.score_centering, found.correction.name) == ("reinforce", True, name)
 
 
-def test_quads_compensates_half_of_the_channels_unless_told_otherwise():
-    method = get_method("quads")
+@pytest.mark.parametrize("name", ["quads", "trace_quads"])
+def test_quads_compensates_half_of_the_channels_unless_told_otherwise(name):
+    method = get_method(name)
     assert method.settings(parse({})).rollout.residual == 0.5
     assert method.settings(parse({"rollout": {"residual": 0.25}})).rollout.residual == 0.25
 
@@ -78,3 +83,29 @@ def test_weights_only_is_a_spec_of_its_own():
 def test_unknown_methods_are_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'quads'"):
         get_method("quad")
+
+
+def test_trace_follows_a_whole_plan_and_trace_quads_the_kv_cache_of_it():
+    whole, part = get_method("trace"), get_method("trace_quads")
+    for name, kept in (
+        ("r1-all+mid/s2", "r1-all:kv/s2"),
+        ("r4-l3:kv", "r4-l3:kv"),
+        ("c1-all:k+mid", "c1-all:k"),
+        ("r1-all:experts[0-1]+kv[0-2]", "r1-all:kv[0-2]"),
+    ):
+        plan = Plan.parse(name)
+        assert whole.plan(plan) == plan and str(part.plan(plan)) == kept
+    with pytest.raises(ConfigError, match="'trace_quads' follows guidance of k, v, latent, and plan 'r1-all:mid'"):
+        part.plan(Plan.parse("r1-all:mid"))
+
+
+def test_compensation_and_guidance_of_the_same_inputs_contradict_each_other():
+    for name, fits in (("trace", False), ("trace_quads", True)):
+        config = parse({"method": name, "rollout": {"residual": 0.5}})
+        if fits:
+            check_training(get_method(name).settings(config))
+        else:
+            with pytest.raises(ConfigError, match="records one rounding of each value"):
+                check_training(config)
+    with pytest.raises(ConfigError, match="'trace' alone"):
+        check_training(get_method("trace_quads").settings(parse({"method": "trace_quads", "plan": "auto:4000"})))

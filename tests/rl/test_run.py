@@ -104,7 +104,7 @@ def test_every_method_runs_and_records_what_the_design_names(make_run: MakeRun, 
         assert metrics.keys() >= ALWAYS
     for metrics in trained:
         assert metrics.keys() >= TRAINED
-        assert (metrics.keys() >= GUIDED) == (method == "trace")
+        assert (metrics.keys() >= GUIDED) == METHODS[method].guided
         assert metrics["grad_norm"] > 0
         # Responses of four tokens are all in the first bucket.
         assert metrics["mismatch_kl/from_0"] == pytest.approx(metrics["mismatch_kl/mean"])
@@ -252,8 +252,18 @@ def test_trace_combines_with_score_centering(make_run: MakeRun) -> None:
     assert metrics["guidance/coverage"] == 1.0 and metrics["grad_norm"] > 0
 
 
+def test_compensated_rollouts_are_followed_in_their_kv_cache_alone(make_run: MakeRun) -> None:
+    """The trainer scores them nearly as they were sampled, and much nearer than without the KV cache's guidance."""
+    run = make_run("method=trace_quads", "plan=r1-all+mid/s2", "steps=1", "eval.items=0", "train.unguided_every=1")
+    assert str(run.plan) == "r1-all:kv/s2" and {s.site.kind for s in run.guided_shapes} == {Kind.K, Kind.V}
+    assert run.trainer_spec.activations is None and run.rollout_spec.activations is not None
+    (metrics,) = _train(run)
+    assert metrics["guidance/coverage"] == 1.0 and metrics["grad_norm"] > 0
+    assert 0 < metrics["mismatch_kl/mean"] < metrics["mismatch_kl_unguided/mean"]
+
+
 def test_a_method_with_settings_of_its_own_resumes(make_run: MakeRun) -> None:
-    for method in ("qarl", "quads", "tis_sc"):
+    for method in ("qarl", "quads", "tis_sc", "trace_quads"):
         _train(make_run(f"method={method}", "steps=1", "eval.items=0", folder=method))
         assert make_run(f"method={method}", "steps=2", "eval.items=0", folder=method).step == 1
 

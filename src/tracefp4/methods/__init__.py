@@ -11,8 +11,11 @@ from tracefp4.methods.qat_w4a16 import QatW4A16
 from tracefp4.methods.quads import Quads
 from tracefp4.methods.tis_sc import TisSc
 from tracefp4.methods.trace import Trace
+from tracefp4.methods.trace_quads import TraceQuads
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in (Bf16, Qat, QatW4A16, Qarl, Quads, TisSc, Trace)}
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (Bf16, Qat, QatW4A16, Qarl, Quads, TisSc, Trace, TraceQuads)
+}
 
 
 def get_method(name: str) -> Method:

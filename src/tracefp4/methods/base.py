@@ -12,7 +12,10 @@ from dataclasses import replace
 from typing import ClassVar
 
 from tracefp4.config import Config
+from tracefp4.core import Kind
+from tracefp4.errors import ConfigError
 from tracefp4.formats.spec import Spec, get_spec
+from tracefp4.guidance.plan import ALL_KINDS, Plan
 
 
 class Method:
@@ -21,6 +24,8 @@ class Method:
     name: ClassVar[str]
     guided: ClassVar[bool] = False
     """The engine records quantization outcomes and every trainer forward over rollout tokens follows them."""
+    kinds: ClassVar[tuple[Kind, ...]] = ALL_KINDS
+    """Kinds of site that are recorded, if any are."""
 
     def rollout_spec(self, spec: Spec) -> Spec:
         """What the engine quantizes, given the run's deployment ``spec``."""
@@ -29,6 +34,18 @@ class Method:
     def trainer_spec(self, spec: Spec) -> Spec:
         """What the trainer's forward fake-quantizes."""
         return spec
+
+    def plan(self, plan: Plan) -> Plan:
+        """What of a run's ``plan`` the method follows.
+
+        Raises:
+            ConfigError: nothing.
+        """
+        kinds = tuple(kind for kind in plan.kinds if kind in self.kinds)
+        if not kinds:
+            wanted = ", ".join(self.kinds)
+            raise ConfigError(f"method {self.name!r} follows guidance of {wanted}, and plan '{plan}' has none of them")
+        return replace(plan, kinds=kinds, spans=tuple(span for span in plan.spans if span[0] in kinds))
 
     def settings(self, config: Config) -> Config:
         """The run's settings with what this method brings along; a setting that already fits is left as it is.

@@ -141,7 +141,7 @@ class Run:
         """Bytes a token of a plan that is chosen as training goes; ``None`` for a fixed plan."""
         self.plan: Plan | None = None
         if self.method.guided:
-            self.plan = LARGEST if self.budget else Plan.parse(config.plan, self.layout.num_layers)
+            self.plan = LARGEST if self.budget else self.method.plan(Plan.parse(config.plan, self.layout.num_layers))
         if self.budget is not None and saved is not None:
             self.plan = Plan.parse(saved.state.plan)
         cached = WeightOperands(self.trainer_spec.weights, weight_cache(config, self.ranks))

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tracefp4.config import Config
+from tracefp4.core import Kind
 from tracefp4.errors import ConfigError, suggest
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.auto import LARGEST, budget_of
-from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.plan import ALL_KINDS, Plan
 from tracefp4.methods import get_method
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.packing import PackedState, PackedWeight
@@ -106,13 +107,16 @@ def check_training(config: Config) -> None:
             f"rollout.refit = 'packed' sends quantized experts, but spec {deployed.name!r} of method "
             f"{config.method!r} leaves them as they are; set rollout.refit = 'bf16'"
         )
-    if get_method(config.method).guided:
-        if config.rollout.residual:
+    method = get_method(config.method)
+    if method.guided:
+        if config.rollout.residual and set(method.kinds) & {Kind.EXPERTS_IN, Kind.EXPERTS_MID}:
             raise ConfigError(
                 f"method {config.method!r} records one rounding of each value, and rollout.residual adds a second that "
                 "guidance does not know; set rollout.residual = 0"
             )
         budget = budget_of(config.plan)
+        if budget is not None and method.kinds != ALL_KINDS:
+            raise ConfigError(f"plan {config.plan!r} is chosen among all sites, which method 'trace' alone follows")
         if budget is not None and config.train.lag:
             raise ConfigError(
                 f"plan {config.plan!r} changes as training goes, train.lag = {config.train.lag} mixes steps"
@@ -123,6 +127,7 @@ def check_training(config: Config) -> None:
             raise ConfigError(
                 f"method {config.method!r} follows a plan, and plan 'none' records nothing; use method 'qat'"
             )
+        plan = method.plan(plan)
         if min(config.train.lag, config.train.guided_lag) and plan.scale_bits != 8:
             raise ConfigError(
                 f"plan '{plan}' restores block scales from the trainer's own, and train.lag = {config.train.lag} lets "
