@@ -1,8 +1,8 @@
 """``trace_quads``: guidance where an error is kept, compensation where it is made anew.
 
-What a rollout rounds falls in two kinds. Inputs of experts are made, used and forgotten: a second FP4 term of the larger
-residuals brings them so near to bfloat16 that the trainer need not round them at all (:mod:`~tracefp4.methods.quads`).
-Keys and values are kept and read by every later token, in a cache that has no room for a second term: there the trainer
+What a rollout rounds is of two kinds. Inputs of experts are made, used and forgotten: a second FP4 term of the larger
+residuals brings them so near to bfloat16 that the trainer need not round them (:mod:`~tracefp4.methods.quads`). Keys
+and values are kept and read by every later token, in a cache that has no room for a second term: there the trainer
 follows the rollout's roundings (:mod:`~tracefp4.methods.trace`). Guidance of K and V alone is a tenth of the bytes.
 """
 
