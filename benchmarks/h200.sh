@@ -3,7 +3,7 @@
 #
 #     sh benchmarks/h200.sh FOLDER
 #
-# FOLDER gets one log and one JSON file a step. About eighteen minutes at most: every step has a limit.
+# FOLDER gets one log and one JSON file a step. About twenty minutes at most: every step has a limit.
 out=${1:?usage: sh benchmarks/h200.sh FOLDER}
 python=${PYTHON:-python}
 mkdir -p "$out"
@@ -38,7 +38,9 @@ bench delta 60 delta
 bench decode 100 decode --batch 1 --batch 16 --batch 64
 bench decode-compiled 150 decode --batch 1 --batch 16 --batch 64 --budget 0 --arm bf16 --arm nvfp4-w4a4-kv4 --compile
 bench decode-35b 150 decode --shape 35b --batch 1 --batch 16 --batch 64 --budget 0 --arm bf16 --arm nvfp4-w4a4-kv4 --compile
-bench decode-peer 100 decode --batch 1 --batch 64 --budget 0 --arm bf16 --arm transformers
+bench decode-limited 60 decode --shape 30b --batch 1 --context 8192 --context 32768 --arm bf16 --arm nvfp4-w4a4-kv4 --compile
+bench decode-35b-limited 150 decode --shape 35b --batch 1 --context 8192 --context 32768 --arm bf16 --arm nvfp4-w4a4-kv4 --compile
+bench decode-peer 150 decode --batch 1 --batch 64 --budget 0 --arm bf16 --arm transformers --compile
 bench rollout 90 rollout
 bench rollout-compiled 120 rollout --compile
 step test-engine 60 "$python" -m pytest tests/kernels/test_engine.py tests/rollout/test_gpu.py -m gpu -q

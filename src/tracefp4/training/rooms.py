@@ -84,5 +84,5 @@ def _wide(part: Tensor) -> Tensor:
 
     A gather takes one element at a time, however small, and rows of planes and scales are bytes.
     """
-    rows = part.flatten(2).view(torch.uint8)
+    rows = part.unsqueeze(-1).flatten(2).view(torch.uint8)
     return rows.view(next(kind for kind in _KINDS if rows.shape[2] % kind.itemsize == 0))
