@@ -37,7 +37,7 @@ def written(operation: str, operands: str) -> range:
         count = int(last) if last.isdigit() else 1
     elif base.startswith("LD") and (".128" in operation or ".64" in operation):
         count = 4 if ".128" in operation else 2
-    elif ".WIDE" in operation:
+    elif ".WIDE" in operation or (base == "CS2R" and last != "32"):
         count = 2
     return range(int(found[1]), int(found[1]) + count)
 
@@ -74,34 +74,54 @@ def _walk(body: Code) -> list[str]:
     return found
 
 
-def check(columns: int, unroll: int, warps: int, stages: int, rows: int, mx: bool, settle: bool = True) -> list[str]:
-    """:func:`overwritten` of the grouped expert product with this tile."""
+def from_registers(code: Code) -> int:
+    """Products whose first operand lies in registers; without one there is nothing to check."""
+    return sum(op.startswith("HGMMA") and bool(re.match(r"\s*R\d+,\s*R\d+", args)) for _, op, args in code)
+
+
+def compiled(
+    columns: int, unroll: int, warps: int, stages: int, rows: int, mx: bool, *, settle: bool = True,
+    second: bool = False, whole: bool = True,
+) -> tuple[Code, str]:  # fmt: skip
+    """The grouped expert product with this tile: its instructions, and the PTX that they were made of."""
     from instructions import BYTES, build, sass
 
     from tracefp4.kernels import experts
 
     constants: dict[str, Any] = {
-        "second_ptr": None, "TOP_K": 2, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": True, "JOIN": True,
+        "TOP_K": 2, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": whole, "JOIN": True,
         "SETTLE": settle, "FP4": True, "MX": mx, "BLOCK": 32 if mx else 16, "SHIFT": 128.0, "PER_TOKEN": True,
-        "X_SCALE": not mx, "ALPHA": True, "BIAS": False, "SECOND": False,
-    }  # fmt: skip
+        "X_SCALE": not mx, "ALPHA": True, "BIAS": False, "SECOND": second,
+    } | ({} if second else {"second_ptr": None})  # fmt: skip
     pointers = {"x_scale_ptr": "*fp32", "alpha_ptr": "*fp32", "order_ptr": "*i32", "tiles_ptr": "*i32",
                 "w_ptr": "*i16", "s_ptr": BYTES}  # fmt: skip
     built = build(experts._grouped, pointers, constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
-    return overwritten(sass(built))
+    return sass(built), built.asm["ptx"]
+
+
+TILES = ((64, 1, 4, 6), (64, 2, 4, 4), (128, 1, 4, 3), (128, 2, 4, 3),
+         (64, 1, 4, 3), (64, 1, 4, 4), (64, 2, 4, 3), (64, 1, 4, 8), (128, 1, 4, 4), (128, 1, 4, 6), (128, 1, 8, 3),
+         (256, 1, 4, 3))  # fmt: skip
+"""Columns, unroll, warps and stages: first those that launches choose, then those that the benchmark compares."""
+CHOSEN = TILES[:4]
 
 
 def main() -> int:
     """Check every tile of several warps that launches choose or that the benchmark compares."""
     bad = 0
     for mx in (False, True):
-        for tile in ((64, 1, 4, 3), (128, 1, 4, 3), (64, 2, 4, 3), (128, 2, 4, 3), (64, 1, 4, 4), (64, 2, 4, 4),
-                     (128, 1, 4, 4), (128, 1, 8, 3), (256, 1, 4, 3)):  # fmt: skip
-            for rows in (16, 32, 64, 128):
-                lines = check(*tile, rows, mx)
-                bad += bool(lines)
-                name = f"{'mxfp4' if mx else 'nvfp4'} {rows} rows"
-                print(f"{name}, columns, unroll, warps, stages {tile}: {len(lines)}", *lines[:2], sep="\n  ")
+        for tile in TILES:
+            for rows in (16, 32, 64):
+                for second, whole in ((False, True), (True, True), (False, False), (True, False)):
+                    if (second or not whole) and tile not in CHOSEN:
+                        continue
+                    code, _ = compiled(*tile, rows, mx, second=second, whole=whole)
+                    lines = overwritten(code)
+                    bad += bool(lines)
+                    name = f"{'mxfp4' if mx else 'nvfp4'} {rows} rows, {'two terms' if second else 'one term'}"
+                    name += "" if whole else ", masked columns"
+                    print(f"{name}, columns, unroll, warps, stages {tile}: {len(lines)} of {from_registers(code)}",
+                          *lines[:2], sep="\n  ")  # fmt: skip
     print(f"{bad} kernels write registers that are in use")
     return bad
 

@@ -245,7 +245,7 @@ def attention() -> list[bool]:
             done.append(report(f"prefill attention {word} D{width}", attention_prefill._prefill, kinds, constants,
                                64 * 2 * width, num_warps=8, num_stages=2))  # fmt: skip
     done.append(report("decode attention: sum of splits", attention_decode._combine, pointers,
-                       {"D": 128, "SINKS": False, "TOGETHER": 8}, 128 * 8, num_warps=2))  # fmt: skip
+                       {"D": 128, "SINKS": False, "TOGETHER": 16}, 128 * 8, num_warps=2))  # fmt: skip
     return done
 
 
@@ -271,7 +271,7 @@ def products() -> list[bool]:
         tiles = ((8, 128, 1, 4, 4), (16, 128, 1, 4, 4), (8, 16, 4, 1, 4), (64, 64, 1, 4, 4)) if plain else (
             (8, 64, 1, 1, 3), (8, 64, 2, 1, 3), (8, 64, 4, 1, 2), (8, 32, 4, 1, 2), (8, 16, 4, 1, 4),
             (8, 128, 1, 1, 4), (8, 128, 1, 2, 4), (8, 256, 1, 4, 3), (16, 64, 1, 1, 3), (16, 128, 2, 4, 3),
-            (64, 128, 2, 4, 3), (64, 128, 1, 4, 3), (64, 64, 1, 4, 3), (64, 64, 2, 4, 3),
+            (64, 128, 2, 4, 3), (64, 128, 1, 4, 3), (64, 64, 1, 4, 6), (64, 64, 2, 4, 4),
             (128, 128, 1, 8, 3))  # fmt: skip
         for rows, columns, unroll, warps, stages in tiles:
             constants = {

@@ -227,7 +227,7 @@ def default_config(weight: ExpertWeight, route: Route, terms: int = 1) -> Config
         return Config(64, _unroll(weight, 2), 1, 3)
     if weight.inner <= _SHORT:
         # Measured on an H200, inner 768: at 16 tokens 1 to 2 us of 26 faster than with fewer registers, at 64 equal.
-        return Config(64, 1, 1, 4)
+        return Config(64, 1, 1, 4 if weight.mx else 3)
     # 25 programs a multiprocessor: a projection of 128 experts x 1536 rows has no more, so none runs alone at last.
     # Two terms would spill at 80 registers; at 96 there are 21 programs.
     return Config(64, 1, 1, 3, registers=(80 if terms == 1 else 96) if route.rows == 8 else None)

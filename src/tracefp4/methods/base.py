@@ -39,7 +39,7 @@ class Method:
         """What of a run's ``plan`` the method follows.
 
         Raises:
-            ConfigError: nothing.
+            ConfigError: none of its sites.
         """
         kinds = tuple(kind for kind in plan.kinds if kind in self.kinds)
         if not kinds:

@@ -125,7 +125,8 @@ def check_training(config: Config) -> None:
         plan = LARGEST if budget is not None else Plan.parse(config.plan, num_layers=4)
         if not plan:
             raise ConfigError(
-                f"method {config.method!r} follows a plan, and plan 'none' records nothing; use method 'qat'"
+                f"method {config.method!r} follows a plan, and plan 'none' records nothing; use method "
+                f"{'qat' if method.kinds == ALL_KINDS else 'quads'!r}"
             )
         plan = method.plan(plan)
         if min(config.train.lag, config.train.guided_lag) and plan.scale_bits != 8:
