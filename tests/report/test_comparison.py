@@ -106,6 +106,13 @@ def test_names_say_what_differs_from_the_configuration():
     assert arm.label == "trace r1-all/s3"
 
 
+def test_tables_show_the_part_of_a_plan_that_a_method_follows():
+    assert BASE.arm("trace_quads").plan != BASE.arm("trace").plan == BASE.plan
+    assert BASE.arm("trace_quads").plan.startswith("r1-all:kv") and BASE.arm("quads").plan == ""
+    assert parse_arm("x:method=trace_quads,plan=r4-all+mid", BASE).plan == "r4-all:kv"
+    assert parse_arm("x:method=trace,plan=r1-half", BASE).plan == "r1-half"
+
+
 def test_arms_of_the_users_own():
     arm = parse_arm("icepop:method=trace,correction.name=icepop", BASE)
     assert (arm.name, arm.plan, arm.settings) == ("icepop", "r1-all+mid", ("method=trace", "correction.name=icepop"))

@@ -133,24 +133,33 @@ def test_eight_bit_weights_are_kept_widened():
     assert WeightOperands(None, "packed").cache == "widened"
 
 
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4"])
 @pytest.mark.parametrize("kernels", [False, True])
-def test_operands_are_rewritten_where_they_lie(kernels, device):
+def test_operands_are_rewritten_where_they_lie(kernels, spec, device, monkeypatch):
     """What a captured graph repeats: new values and scales at the old addresses, those of a fresh quantization."""
+    if kernels:  # as on a GPU, where operands stay in bfloat16 and a kernel writes them in place
+        monkeypatch.setattr(weights, "widened", lambda operand: operand)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 2, "num_hidden_layers": 1}
     model = tiny_model("qwen3_moe", 0, dtype=torch.bfloat16, **sizes).to(device)
-    spec = get_spec("nvfp4-w4a4-kv4")
-    operands = WeightOperands(spec.weights)
+    numerics, names = get_spec(spec).weights, ("gate_up_proj", "down_proj")
+    operands = WeightOperands(numerics)
     module = model.get_submodule(next(iter(describe(model).experts.values())))
+
+    def places(found):
+        return [(o.values.data_ptr(), None if o.scale is None else o.scale.data_ptr()) for o in found]
+
     with interpreted() if kernels and device.type == "cpu" else nullcontext():
-        before = [operands.get(module, name) for name in ("gate_up_proj", "down_proj")]
-        places = [(o.values.data_ptr(), o.scale.data_ptr(), o.values.clone()) for o in before]
+        before = [operands.get(module, name) for name in names]
+        old, values = places(before), [o.values.clone() for o in before]
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(-1.7)
         operands.rewrite()
         operands.rewritten()
-        for (values, scale, old), name in zip(places, ("gate_up_proj", "down_proj"), strict=True):
-            found, fresh = operands.get(module, name), WeightOperands(spec.weights).get(module, name)
-            assert (found.values.data_ptr(), found.scale.data_ptr()) == (values, scale)
-            assert not torch.equal(found.values, old)
-            assert torch.equal(found.values, fresh.values) and torch.equal(found.scale, fresh.scale)
+        found = [operands.get(module, name) for name in names]
+        assert places(found) == old and operands.generation == 0
+        for one, other, name in zip(found, values, names, strict=True):
+            fresh = WeightOperands(numerics).get(module, name)
+            assert not torch.equal(one.values, other) and torch.equal(one.values, fresh.values)
+            assert (one.scale is None) == (fresh.scale is None) == (spec[0] == "m")
+            assert one.scale is None or torch.equal(one.scale, fresh.scale)

@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tracefp4.errors import ConfigError, suggest
+from tracefp4.guidance.plan import Plan
+from tracefp4.methods import get_method
 
 REFERENCE = "bf16"
 """The arm that others are compared with."""
@@ -94,7 +96,7 @@ class Base:
     def arm(self, method: str, spec: str | None = None, plan: str | None = None, *extra: str, suffix: str = "") -> Arm:
         """An arm; ``spec`` and ``plan`` that are those of the configuration leave no trace in its name."""
         name, settings = method, [f"method={method}"]
-        shown_spec, shown_plan = spec or self.spec, (plan or self.plan) if method == "trace" else ""
+        shown_spec, shown_plan = spec or self.spec, followed(method, plan or self.plan)
         if method == REFERENCE:
             return Arm(name, method, "bf16", "", tuple(settings))
         if spec not in (None, self.spec):
@@ -104,6 +106,16 @@ class Base:
         label = f"{method} {suffix}".strip()
         name = f"{name}.{suffix}" if suffix else name
         return Arm(name, label, shown_spec, shown_plan, (*settings, *extra))
+
+
+def followed(method: str, plan: str) -> str:
+    """What tables call the part of ``plan`` that a method follows; empty for one that follows none."""
+    if not get_method(method).guided:
+        return ""
+    try:
+        return str(get_method(method).plan(Plan.parse(plan)))
+    except ConfigError:  # chosen as training goes, or a share of layers that are not known here
+        return plan
 
 
 def arms_of(table: str, base: Base, methods: Sequence[str] = MAIN_METHODS, plans: Sequence[str] = ()) -> list[Arm]:
@@ -164,5 +176,5 @@ def parse_arm(text: str, base: Base) -> Arm:
     if not separator or not name or "/" in name or "method" not in values or len(values) != len(settings):
         raise ConfigError(f"--arm {text!r} is not of the form NAME:method=...,key=value")
     method = values["method"]
-    plan = values.get("plan", base.plan) if method == "trace" else ""
+    plan = followed(method, values.get("plan", base.plan))
     return Arm(name, name, "bf16" if method == REFERENCE else values.get("spec", base.spec), plan, settings)

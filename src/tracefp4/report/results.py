@@ -88,7 +88,7 @@ class Results:
 
     @property
     def leading(self) -> str:
-        """The table that the verdict speaks of and whose curves are drawn: joint NVFP4 where it was asked for."""
+        """The table that the verdict speaks of and whose curves are drawn: t1 or t7 if one is there, else the first."""
         return next((name for name in ("t1", "t7") if self.members.get(name)), self.tables[0])
 
     def done(self, name: str) -> list[RunResult]:
