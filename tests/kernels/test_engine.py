@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tracefp4.core import Request, SamplingParams
-from tracefp4.errors import SyncError
+from tracefp4.errors import FormatError, SyncError
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.frame import decode
 from tracefp4.guidance.memory_store import MemoryStore
@@ -225,7 +225,7 @@ def test_packed_weights_are_served_and_proved(device):
         engine._weights.packed("lm_head.weight")
 
 
-@pytest.mark.parametrize("name", ["bf16", "nvfp4-w4a4-kv4"])
+@pytest.mark.parametrize("name", ["bf16", "nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4"])
 @pytest.mark.usefixtures("plain_rounding")
 def test_syncs_that_are_repeated_prove_what_they_put_in_place(name, device, monkeypatch, rerun):
     """From the third sync from the same tensors and the second checksum on, they are those of graphs."""
@@ -263,6 +263,16 @@ def test_syncs_that_are_repeated_prove_what_they_put_in_place(name, device, monk
             assert one is None or torch.equal(one, other)
     assert device.type != "cpu" or len(replays) >= 3
     assert engine._weights._loads.failure is None and engine._weights._digest._repeated.failure is None
+    if name.startswith("mxfp4"):  # what a replay found is looked at as well
+        with torch.no_grad():
+            down = trainer.get_submodule("model.layers.0.mlp.experts").down_proj
+            down[2, 0, :32], down[2, 1, :32] = 1e-30, 1e30
+        with pytest.raises(
+            FormatError, match=r"expert 2 of a weight model\.layers\.0\.mlp\.experts\.down_proj .* octaves"
+        ):
+            engine.sync(dict(trainer.named_parameters()), 6)
+        with pytest.raises(SyncError):
+            engine.digest()
 
 
 @pytest.mark.usefixtures("plain_rounding")

@@ -8,7 +8,7 @@ the words and a little aside: :func:`packed_again` gives the packed bytes back w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,7 +29,9 @@ _GROUP = 1 << 24
 work; those of a large one take several, so that temporaries, up to 5 bytes a value, stay below 100 MB."""
 
 
-def arrange(packed: PackedWeight, into: ExpertWeight | None = None) -> ExpertWeight | None:
+def arrange(
+    packed: PackedWeight, into: ExpertWeight | None = None, exact: list[Tensor] | None = None
+) -> ExpertWeight | None:
     """The weight in words, or ``None`` where the kernel cannot take it.
 
     It takes matrices with ``in`` a multiple of 64, with E4M3 scales of 16 values or E8M0 scales of 32.
@@ -37,9 +39,11 @@ def arrange(packed: PackedWeight, into: ExpertWeight | None = None) -> ExpertWei
     Args:
         packed: the weight.
         into: an arranged weight of the same shape and numerics, whose memory is written again and returned.
+        exact: for E8M0 scales, which may be too far apart for exact products, bool ``(E,)`` is added here for
+            :func:`refuse_inexact`, which waits for the device. Without the list that is done at once.
 
     Raises:
-        FormatError: E8M0 scales that are NaN or too far apart for exact products; ``into`` is then unchanged.
+        FormatError: see :func:`refuse_inexact`; ``into`` is then unchanged.
     """
     from tracefp4.kernels.experts import ExpertWeight
 
@@ -49,7 +53,11 @@ def arrange(packed: PackedWeight, into: ExpertWeight | None = None) -> ExpertWei
     if inner % words.CHUNK or numerics.block != (32 if mx else 16):
         return None
     if mx:
-        scales, alpha = _lifted(packed)
+        scales, alpha, fits = _lifted(packed)
+        if exact is None:
+            refuse_inexact([fits], [tuple(packed.codes.shape[:2])])
+        else:
+            exact.append(fits)
     else:
         scales = words.recode(packed.scales)
         alpha = Quantized(packed.codes, packed.scales, packed.global_scale, numerics).decode_scale()
@@ -74,8 +82,29 @@ def _groups(experts: int, values: int) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, experts, step))
 
 
-def _lifted(packed: PackedWeight) -> tuple[Tensor, Tensor]:
-    """Lifted E8M0 scales in the shape of the packed ones, and the factor ``(E,)`` of each expert."""
+def refuse_inexact(exact: Sequence[Tensor], shapes: Sequence[object]) -> None:
+    """Refuse weights that the grouped product cannot multiply exactly. Waits for the device once.
+
+    Args:
+        exact: of each weight, what :func:`arrange` added to its list.
+        shapes: what the message calls each.
+
+    Raises:
+        FormatError: E8M0 scales that are NaN or too far apart.
+    """
+    if not exact or bool(torch.cat(list(exact)).all()):
+        return
+    shape, wrong = next(
+        (s, (~fits).nonzero().flatten()) for s, fits in zip(shapes, exact, strict=True) if not fits.all()
+    )
+    raise FormatError(
+        f"expert {int(wrong[0])} of a weight {shape} has MXFP4 scales that are NaN or more than "
+        "133 octaves apart, which the grouped product cannot multiply exactly; TRACEFP4_KERNELS=reference can."
+    )
+
+
+def _lifted(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Lifted E8M0 scales in the shape of the packed ones, factors ``(E,)`` of the experts, and whether they are exact."""
     half = packed.numerics.block // 2
     experts, out, width = packed.codes.shape
     found = []
@@ -83,13 +112,7 @@ def _lifted(packed: PackedWeight) -> tuple[Tensor, Tensor]:
         used = ((packed.codes[group].unflatten(-1, (-1, half)) & 0x77) != 0).any(-1)
         found.append(words.lift(packed.scales[group], used))
     scales, factors, exact = (torch.cat(parts) if len(found) > 1 else parts[0] for parts in zip(*found, strict=True))
-    wrong = (~exact).nonzero().flatten().tolist()
-    if wrong:
-        raise FormatError(
-            f"expert {wrong[0]} of a weight {tuple(packed.codes.shape[:2])} has MXFP4 scales that are NaN or more than "
-            "133 octaves apart, which the grouped product cannot multiply exactly; TRACEFP4_KERNELS=reference can."
-        )
-    return scales, factors
+    return scales, factors, exact
 
 
 class Aside(NamedTuple):
@@ -141,9 +164,14 @@ def packed_again(weight: ExpertWeight, aside: Aside, numerics: Numerics) -> Pack
     return PackedWeight(codes, scales, global_scale, numerics)
 
 
-def put_arranged(weights: dict[tuple[int, str], ExpertWeight], key: tuple[int, str], packed: PackedWeight) -> None:
+def put_arranged(
+    weights: dict[tuple[int, str], ExpertWeight],
+    key: tuple[int, str],
+    packed: PackedWeight,
+    exact: list[Tensor] | None = None,
+) -> None:
     """Arrange ``packed`` and keep it under ``key``, in the memory of its predecessor: captured graphs read there."""
-    arranged = arrange(packed, weights.get(key))
+    arranged = arrange(packed, weights.get(key), exact)
     if arranged is not None:
         weights[key] = arranged
 

@@ -29,7 +29,7 @@ from tracefp4.errors import SyncError, suggest
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.words import CHUNK
 from tracefp4.kernels.runtime import usable
-from tracefp4.models.kernel_weights import Aside, packed_again, put_arranged, put_aside, put_plain
+from tracefp4.models.kernel_weights import Aside, packed_again, put_arranged, put_aside, put_plain, refuse_inexact
 from tracefp4.models.layout import ModelLayout
 from tracefp4.models.packing import Digest, PackedWeight, check_packed, expert_weights, pack_weight
 from tracefp4.models.repeated import Repeated, addresses
@@ -112,7 +112,8 @@ class WeightSync:
         stay = addresses(tensors.values()) if len(tensors) == len(state) else None
         if stay is not None:
             checked = {n: self._checked(n, tensors[n], p) for n, p in self._parameters.items()}
-            self._loads.run((stay, self._addresses()), lambda: self._put_all(checked))
+            exact = self._loads.run((stay, self._addresses()), lambda: self._put_all(checked))
+            refuse_inexact(exact, list(self._experts))
             nbytes = sum(tensor.nbytes for tensor in checked.values())
         else:
             nbytes = self._put_each(state)
@@ -127,9 +128,11 @@ class WeightSync:
         return nbytes
 
     def _put_all(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        for name, tensor in tensors.items():
-            self._put(name, tensor)
-        return []
+        """Put all in place without waiting for the device; what is left to check, weight by weight."""
+        exact: list[Tensor] = []
+        for name in [*self._experts, *(n for n in tensors if n not in self._experts)]:
+            self._put(name, tensors[name], exact)
+        return exact
 
     def _put_each(self, state: Mapping[str, Tensor | PackedWeight]) -> int:
         nbytes = 0
@@ -180,14 +183,14 @@ class WeightSync:
             return packed_again(self._kernel_weights[layer, projection], self._aside[name], self.numerics)
         return self._packed[name]
 
-    def _put(self, name: str, tensor: Tensor) -> None:
+    def _put(self, name: str, tensor: Tensor, exact: list[Tensor] | None = None) -> None:
         target = self._parameters[name]
         if name not in self._experts or self.numerics is None:
             if tensor is not target:
                 target.detach().copy_(tensor)
             return
         transposed = self._experts[name][2]
-        self._place(name, pack_weight(tensor.to(target.device), self.numerics, transposed=transposed))
+        self._place(name, pack_weight(tensor.to(target.device), self.numerics, transposed=transposed), exact)
 
     def _put_packed(self, name: str, packed: PackedWeight) -> None:
         target = self._parameters[name]
@@ -195,12 +198,12 @@ class WeightSync:
         check_packed(name, packed, numerics, tuple(target.shape), transposed=transposed)
         self._place(name, packed.to(target.device))
 
-    def _place(self, name: str, packed: PackedWeight) -> None:
+    def _place(self, name: str, packed: PackedWeight, exact: list[Tensor] | None = None) -> None:
         """Keep a packed weight, arranged if the kernel multiplies it, else with its operand in the parameter."""
         layer, projection, transposed = self._experts[name]
         target = self._parameters[name]
         if self._kernel_weights is not None and name in self._multiplied:
-            put_arranged(self._kernel_weights, (layer, projection), packed)
+            put_arranged(self._kernel_weights, (layer, projection), packed, exact)
             put_aside(self._aside, name, packed)
             _empty(target)
             return
