@@ -104,7 +104,7 @@ def refuse_inexact(exact: Sequence[Tensor], shapes: Sequence[object]) -> None:
 
 
 def _lifted(packed: PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """Lifted E8M0 scales in the shape of the packed ones, factors ``(E,)`` of the experts, and whether they are exact."""
+    """Lifted E8M0 scales in the shape of the packed ones, and ``(E,)`` each: factors, and whether they are exact."""
     half = packed.numerics.block // 2
     experts, out, width = packed.codes.shape
     found = []
