@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Any
+from collections.abc import Iterator
 
 Code = list[tuple[int, str, str]]
 """Address, operation and operands of every instruction."""
@@ -24,6 +24,8 @@ _HARMLESS = (
     "HGMMA",
 )  # fmt: skip
 """Operations that write no register of a thread; accumulators are the compiler's own business."""
+_FROM_REGISTERS = re.compile(r"\s*R\d+,\s*R(\d+)")
+"""Operands of a product whose first factor lies in registers, and the first of those."""
 
 
 def written(operation: str, operands: str) -> range:
@@ -42,22 +44,25 @@ def written(operation: str, operands: str) -> range:
     return range(int(found[1]), int(found[1]) + count)
 
 
-def overwritten(code: Code) -> list[str]:
-    """What is written too early in the loops of a kernel, a line each; empty if all is well."""
-    found: dict[str, None] = {}
+def loops(code: Code) -> Iterator[Code]:
+    """What every backward branch repeats, the branch included."""
     at = {address: index for index, (address, _, _) in enumerate(code)}
     for index, (address, operation, operands) in enumerate(code):
         target = re.search(r"0x([0-9a-f]+)", operands)
         if operation.startswith("BRA") and target and int(target[1], 16) < address:
-            found |= dict.fromkeys(_walk(code[at[int(target[1], 16)] : index + 1] * 2))
-    return list(found)
+            yield code[at[int(target[1], 16)] : index + 1]
+
+
+def overwritten(code: Code) -> list[str]:
+    """What is written too early in the loops of a kernel, a line each; empty if all is well."""
+    return list(dict.fromkeys(line for body in loops(code) for line in _walk(body * 2)))
 
 
 def _walk(body: Code) -> list[str]:
     found, groups, begun = [], [], []
     for address, operation, operands in body:
         if operation.startswith("HGMMA"):
-            first = re.match(r"\s*R\d+,\s*R(\d+)", operands)
+            first = _FROM_REGISTERS.match(operands)
             if first:
                 begun.append((address, range(int(first[1]), int(first[1]) + 4)))
             if "gsb0" in operands:
@@ -76,7 +81,7 @@ def _walk(body: Code) -> list[str]:
 
 def from_registers(code: Code) -> int:
     """Products whose first operand lies in registers; without one there is nothing to check."""
-    return sum(op.startswith("HGMMA") and bool(re.match(r"\s*R\d+,\s*R\d+", args)) for _, op, args in code)
+    return sum(op.startswith("HGMMA") and bool(_FROM_REGISTERS.match(args)) for _, op, args in code)
 
 
 def compiled(
@@ -84,17 +89,12 @@ def compiled(
     second: bool = False, whole: bool = True,
 ) -> tuple[Code, str]:  # fmt: skip
     """The grouped expert product with this tile: its instructions, and the PTX that they were made of."""
-    from instructions import BYTES, build, sass
+    from instructions import build, grouped, sass
 
     from tracefp4.kernels import experts
 
-    constants: dict[str, Any] = {
-        "TOP_K": 2, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": whole, "JOIN": True,
-        "SETTLE": settle, "FP4": True, "MX": mx, "BLOCK": 32 if mx else 16, "SHIFT": 128.0, "PER_TOKEN": True,
-        "X_SCALE": not mx, "ALPHA": True, "BIAS": False, "SECOND": second,
-    } | ({} if second else {"second_ptr": None})  # fmt: skip
-    pointers = {"x_scale_ptr": "*fp32", "alpha_ptr": "*fp32", "order_ptr": "*i32", "tiles_ptr": "*i32",
-                "w_ptr": "*i16", "s_ptr": BYTES}  # fmt: skip
+    word = "mxfp4" if mx else "nvfp4"
+    pointers, constants = grouped(word, rows, columns, unroll, warps, second=second, whole=whole, settle=settle)
     built = build(experts._grouped, pointers, constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
     return sass(built), built.asm["ptx"]
 

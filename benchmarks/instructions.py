@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from in_flight import Code, loops
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -81,7 +82,7 @@ def dump(kernel: Any, what: str) -> str:
         return subprocess.run([TOOL, what, path], capture_output=True, text=True, check=True).stdout
 
 
-def sass(kernel: Any) -> list[tuple[int, str, str]]:
+def sass(kernel: Any) -> Code:
     """Address, operation and operands of every instruction."""
     return [(int(m[1], 16), m[2], m[3]) for m in map(LINE.match, dump(kernel, "-sass").splitlines()) if m]
 
@@ -92,15 +93,9 @@ def resident(registers: int, shared: int, warps: int) -> int:
     return warps * min(by_registers, 228 * 1024 // (shared + 1024), 64 // warps, 32)
 
 
-def main_loop(code: list[tuple[int, str, str]]) -> list[str]:
+def main_loop(code: Code) -> list[str]:
     """Operations of the longest backward branch, or of everything."""
-    best: list[str] = []
-    for address, operation, operands in code:
-        target = re.search(r"0x([0-9a-f]+)", operands)
-        if operation.startswith("BRA") and target and int(target[1], 16) < address:
-            inside = [op for at, op, _ in code if int(target[1], 16) <= at <= address]
-            best = max(best, inside, key=len)
-    return best or [op for _, op, _ in code]
+    return [operation for _, operation, _ in max(loops(code), key=len, default=code)]
 
 
 def report(name: str, kernel: Any, pointers: dict[str, str], constants: dict[str, Any], values: int,
@@ -261,32 +256,42 @@ def recurrence() -> list[bool]:
     return done
 
 
+def grouped(
+    word: str, rows: int, columns: int, unroll: int, warps: int, *,
+    second: bool = False, whole: bool = True, settle: bool = True,
+) -> tuple[dict[str, str], dict[str, Any]]:  # fmt: skip
+    """Pointers and constants of the grouped product of nvfp4, mxfp4 or bf16 weights, with a tile of this size."""
+    plain, mx, join = word == "bf16", word == "mxfp4", warps % 4 == 0
+    constants = {
+        "TOP_K": 8, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": whole, "JOIN": join,
+        "SETTLE": join and settle, "FP4": not plain, "MX": mx, "BLOCK": 32 if mx else 16, "SHIFT": 128.0,
+        "PER_TOKEN": True, "X_SCALE": word == "nvfp4", "ALPHA": not plain, "BIAS": False, "SECOND": second,
+    } | ({} if second else {"second_ptr": None})  # fmt: skip
+    return PRODUCT | ({} if plain else {"w_ptr": "*i16", "s_ptr": BYTES}), constants
+
+
+PRODUCT = {"x_scale_ptr": "*fp32", "alpha_ptr": "*fp32", "order_ptr": "*i32", "tiles_ptr": "*i32"}
+
+
 def products() -> list[bool]:
     """Expert products; a value is a weight."""
     done = []
-    pointers = {"x_scale_ptr": "*fp32", "alpha_ptr": "*fp32", "order_ptr": "*i32", "tiles_ptr": "*i32"}
-    for word, mx, block in (("nvfp4", False, 16), ("mxfp4", True, 32), ("bf16", False, 16)):
-        plain = word == "bf16"
-        kinds = pointers | ({} if plain else {"w_ptr": "*i16", "s_ptr": BYTES})
-        tiles = ((8, 128, 1, 4, 4), (16, 128, 1, 4, 4), (8, 16, 4, 1, 4), (64, 64, 1, 4, 4)) if plain else (
+    for word in ("nvfp4", "mxfp4", "bf16"):
+        tiles = ((8, 128, 1, 4, 4), (16, 128, 1, 4, 4), (8, 16, 4, 1, 4), (64, 64, 1, 4, 4)) if word == "bf16" else (
             (8, 64, 1, 1, 3), (8, 64, 2, 1, 3), (8, 64, 4, 1, 2), (8, 32, 4, 1, 2), (8, 16, 4, 1, 4),
             (8, 128, 1, 1, 4), (8, 128, 1, 2, 4), (8, 256, 1, 4, 3), (16, 64, 1, 1, 3), (16, 128, 2, 4, 3),
             (64, 128, 2, 4, 3), (64, 128, 1, 4, 3), (64, 64, 1, 4, 6), (64, 64, 2, 4, 4),
             (128, 128, 1, 8, 3))  # fmt: skip
         for rows, columns, unroll, warps, stages in tiles:
-            constants = {
-                "TOP_K": 8, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": True, "JOIN": warps % 4 == 0,
-                "SETTLE": warps % 4 == 0, "FP4": not plain, "MX": mx, "BLOCK": block, "SHIFT": 128.0,
-                "PER_TOKEN": True, "X_SCALE": not plain, "ALPHA": not plain, "BIAS": False,
-            }  # fmt: skip
             name = f"experts {word} {rows}x{columns}x{64 * unroll} warps {warps} stages {stages}"
             limited = rows == 8 and columns == 64
-            for terms, more in ((1, {"SECOND": False, "second_ptr": None}), (2, {"SECOND": True})):
+            for terms in (1, 2):
+                pointers, constants = grouped(word, rows, columns, unroll, warps, second=terms == 2)
                 limit = (80 if terms == 1 else 96) if limited else None
-                done.append(report(name + " two terms" * (terms - 1), experts._grouped, kinds, constants | more,
+                done.append(report(name + " two terms" * (terms - 1), experts._grouped, pointers, constants,
                                    columns * 64 * unroll, num_warps=warps, num_stages=stages, maxnreg=limit,
                                    enable_fp_fusion=False))  # fmt: skip
-    more = pointers | {"starts_ptr": "*i64"}
+    more = PRODUCT | {"starts_ptr": "*i64"}
     tile = {"TOP_K": 8, "ROWS": 128, "COLUMNS": 128, "STEP": 64, "PER_TOKEN": True}
     for word, inner in (("forward", "w_k"), ("gradient of x", "w_n")):
         constants = tile | {"EVEN": True, "X_SCALE": True, "ALPHA": True, inner: 1}

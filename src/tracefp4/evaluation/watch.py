@@ -68,9 +68,9 @@ class Watch:
 
         Returns:
             ``total_ms``, which is the sum of ``prefill_ms``, ``decode_ms`` and ``rest_ms``; ``gather_ms``, within the
-            last two; ``steps``, those of decode;
-            with two or more of them ``between_launches_us`` and ``between_launches_p95_us``, median and 95th percentile
-            of the time between two launches without a prefill, and ``host_us``, the median of it without waiting.
+            last two; ``steps``, those of decode; with two or more of them ``between_launches_us`` and
+            ``between_launches_p95_us``, median and 95th percentile of the time between two launches without a prefill,
+            and ``host_us``, the median of it without waiting.
         """
         found = {
             "total_ms": 1e3 * seconds,

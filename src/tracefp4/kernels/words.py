@@ -92,12 +92,13 @@ _SCALE = """
     mul.rn.bf16x2 $2, c, r;
     mul.rn.bf16x2 $3, d, s;
 }"""
-_NVFP4_ALONG = tl.constexpr(_REGISTERS + _CODES + _BYTES_ALONG + _HALVES + _SCALE)
+_NVFP4 = _CODES + _BYTES_ALONG + _HALVES + _SCALE
+_NVFP4_ALONG = tl.constexpr(_REGISTERS + _NVFP4)
+_NVFP4_SETTLED = tl.constexpr(_REGISTERS + _SETTLED + _NVFP4)
 _NVFP4_ACROSS = tl.constexpr(_REGISTERS + _CODES + _BYTES_ACROSS + _SCALE)
 _MXFP4_ALONG = tl.constexpr(_REGISTERS + _CODES + _TO_TRUE + _PAIRS_ALONG + _HALVES + _SCALE)
 _LIFTED = _CODES + "mov.b32 {h0, h2}, $5;\nmov.b32 {h1, h3}, $5;" + _HALVES + _SCALE
 _LIFTED_ALONG = tl.constexpr(_REGISTERS + _LIFTED)
-_NVFP4_SETTLED = tl.constexpr(_REGISTERS + _SETTLED + _CODES + _BYTES_ALONG + _HALVES + _SCALE)
 _LIFTED_SETTLED = tl.constexpr(_REGISTERS + _SETTLED + _LIFTED)
 _MXFP4_ACROSS = tl.constexpr(_REGISTERS + _CODES + _TO_TRUE + _PAIRS_ACROSS + _SCALE)
 

@@ -110,10 +110,11 @@ class Base:
 
 def followed(method: str, plan: str) -> str:
     """What tables call the part of ``plan`` that a method follows; empty for one that follows none."""
-    if not get_method(method).guided:
+    found = get_method(method)
+    if not found.guided:
         return ""
     try:
-        return str(get_method(method).plan(Plan.parse(plan)))
+        return str(found.plan(Plan.parse(plan)))
     except ConfigError:  # chosen as training goes, or a share of layers that are not known here
         return plan
 

@@ -101,13 +101,13 @@ def check_training(config: Config) -> None:
             f"correction.low = {config.correction.low} is not below correction.high = {config.correction.high}"
         )
     check_centering(config)
-    deployed = get_method(config.method).rollout_spec(get_spec(config.spec, config.numerics))
+    method = get_method(config.method)
+    deployed = method.rollout_spec(get_spec(config.spec, config.numerics))
     if config.rollout.refit == "packed" and deployed.weights is None:
         raise ConfigError(
             f"rollout.refit = 'packed' sends quantized experts, but spec {deployed.name!r} of method "
             f"{config.method!r} leaves them as they are; set rollout.refit = 'bf16'"
         )
-    method = get_method(config.method)
     if method.guided:
         if config.rollout.residual and set(method.kinds) & {Kind.EXPERTS_IN, Kind.EXPERTS_MID}:
             raise ConfigError(

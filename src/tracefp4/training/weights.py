@@ -127,18 +127,16 @@ class WeightOperands:
 
     def _renewed(self, old: Operand, new: Operand) -> Operand:
         """``new``, at the addresses of ``old`` if that can be."""
+        if new.values is not old.values and new.values.data_ptr() == old.values.data_ptr():
+            return new
         parts = ((old.values, new.values), (old.scale, new.scale))
-        if new.values.data_ptr() == old.values.data_ptr():
-            if new.scale is None or old.scale is None:
-                return new
-            parts = parts[1:]
         same = all(a is b or (a is not None and b is not None and a.shape == b.shape) for a, b in parts)
         if self.cache == "packed" or not same or old.values.dtype is not new.values.dtype:
             self.generation += 1
             return new
         for target, source in parts:
             if target is not None and source is not None:
-                target.copy_(source)
+                target.copy_(source)  # of values that were written in place a copy to themselves, which is none
         return Operand(old.values, old.scale)
 
     def put(self, module: nn.Module, projection: str, packed: PackedWeight) -> None:
@@ -174,10 +172,10 @@ class WeightOperands:
         if self.numerics is None:
             return self._plain(weight, transposed)
         kept = self._packed.get(key)
-        if self.cache == "widened" and (kept is None or kept[0] != stamp):
-            self._packed.pop(key, None)  # what was put there stood for other values
-            return weight_operand(weight, self.numerics, transposed=transposed)
         if kept is None or kept[0] != stamp:
+            if self.cache == "widened":
+                self._packed.pop(key, None)  # what was put there stood for other values
+                return weight_operand(weight, self.numerics, transposed=transposed)
             kept = self._packed[key] = (stamp, pack_weight(weight, self.numerics, transposed=transposed))
         operand = kept[1].operand()
         return operand if self.cache == "packed" else Operand(operand.values, operand.scale)
