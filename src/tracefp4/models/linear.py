@@ -176,6 +176,7 @@ class _ExpertLinear(torch.autograd.Function):
         per_token: bool,
         transposed: bool,
     ) -> Tensor:
+        """The product of the operands; ``x`` and ``weight`` only receive gradients."""
         ctx.kept = Kept.of(x_op), Kept.of(w_op)
         ctx.save_for_backward(*tensors_of(x_op), *tensors_of(w_op))
         ctx.plan, ctx.per_token, ctx.transposed = plan, per_token, transposed
@@ -184,6 +185,7 @@ class _ExpertLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of input, weight and bias, from the operands that were kept."""
         (x_kept, w_kept), saved = ctx.kept, ctx.saved_tensors
         plan, (x_dtype, w_dtype, b_dtype) = ctx.plan, ctx.dtypes
         grad = grad.contiguous()

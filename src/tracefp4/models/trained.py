@@ -71,6 +71,7 @@ class _Linear(torch.autograd.Function):
         transposed: bool,
         gated: bool,
     ) -> Tensor:
+        """The product of the operands; ``x`` and ``weight`` only receive gradients."""
         from tracefp4.kernels.experts_training import pair_product
 
         ctx.kept = Kept.of(x_op), Kept.of(w_op)
@@ -81,6 +82,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of input and weight; through the gate as well if ``gated``."""
         from tracefp4.kernels.experts_training import pair_product, slot_sum, weight_product
         from tracefp4.kernels.gate import gate_backward
 
@@ -106,6 +108,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, gates: Tensor) -> Tensor:
+        """``(T, H)`` from the rows of all pairs ``(T K, H)`` and the gate values ``(T, K)``."""
         from tracefp4.kernels.experts import weighted_sum
 
         ctx.save_for_backward(out, gates)
@@ -113,6 +116,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the rows and of the gate values."""
         from tracefp4.kernels.experts_training import combine_backward
 
         out, gates = ctx.saved_tensors

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tracefp4.methods import METHODS
 from tracefp4.report.figures import Line, Panel
 from tracefp4.report.run_data import Run, Series
 
@@ -146,8 +147,9 @@ def missing_metrics(run: Run) -> list[str]:
 
 
 def is_guided(run: Run) -> bool:
-    """Whether the trainer of this run was guided."""
-    return run.setting("method") == "trace" or bool(run.series("guidance/coverage"))
+    """Whether the trainer of this run was to be guided, by its method or by what it recorded."""
+    name = run.setting("method")
+    return (name in METHODS and METHODS[name].guided) or bool(run.series("guidance/coverage"))
 
 
 def smoothing(series: Series) -> int:

@@ -20,10 +20,11 @@ from torch import nn
 
 from tracefp4.core import Kind, Rollout, Site, SiteShape
 from tracefp4.formats.spec import Spec
-from tracefp4.guidance.auto import BITS, CHEAP, LARGEST, SCALE_BITS, Choice, choose_plan
+from tracefp4.guidance.auto import BITS, CHEAP, LARGEST, SCALE_BITS, Choice, budget_of, choose_plan
 from tracefp4.guidance.plan import ALL_KINDS, Plan
 from tracefp4.guidance.record import Record, restrict
 from tracefp4.guidance.sizes import bytes_per_token
+from tracefp4.methods.base import Method
 from tracefp4.models.binding import bind, binding_of, unbind
 from tracefp4.training.batch import Example, collate, plan_micro_batches
 from tracefp4.training.observe import Observer
@@ -38,6 +39,25 @@ CHECKED = tuple(
 """Plans that are tried first where bits can be pulled, the smallest first."""
 SEQUENCES = 16
 """Rollouts that a choice is measured on, at most."""
+
+
+def first_plan(method: Method, plan: str, layers: int, chosen: str | None = None) -> Plan | None:
+    """What a run records at first; ``None`` if its method guides nothing.
+
+    Args:
+        method: the run's.
+        plan: as configured; under ``auto:<bytes>`` everything is recorded until a plan was chosen.
+        layers: of the model.
+        chosen: the plan of a checkpoint that the run goes on from, which a run with a budget had chosen.
+
+    Raises:
+        ConfigError: not a plan, or one that the method has no use for.
+    """
+    if not method.guided:
+        return None
+    if budget_of(plan):
+        return LARGEST if chosen is None else Plan.parse(chosen)
+    return method.plan(Plan.parse(plan, layers))
 
 
 def spread(examples: Sequence[Example], group: int) -> list[Example]:

@@ -46,7 +46,7 @@ from tracefp4.rl.collect import Experience, digest_experience, guidance_size, ma
 from tracefp4.rl.description import describe_run
 from tracefp4.rl.evaluate import evaluate
 from tracefp4.rl.journal import Journal, NoJournal, make_tracker
-from tracefp4.rl.plans import choose_measured, spread, unbound_copy
+from tracefp4.rl.plans import choose_measured, first_plan, spread, unbound_copy
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
 from tracefp4.rl.routers import check_routers
@@ -139,11 +139,8 @@ class Run:
         self.shapes = self.layout.recordable_shapes(self.trainer_spec)
         self.budget = budget_of(config.plan) if self.method.guided else None
         """Bytes a token of a plan that is chosen as training goes; ``None`` for a fixed plan."""
-        self.plan: Plan | None = None
-        if self.method.guided:
-            self.plan = LARGEST if self.budget else self.method.plan(Plan.parse(config.plan, self.layout.num_layers))
-        if self.budget is not None and saved is not None:
-            self.plan = Plan.parse(saved.state.plan)
+        chosen = None if saved is None else saved.state.plan
+        self.plan = first_plan(self.method, config.plan, self.layout.num_layers, chosen)
         cached = WeightOperands(self.trainer_spec.weights, weight_cache(config, self.ranks))
         self.sites = TrainerSites(self.layout, self.trainer_spec, config.decoder, cached)
         self.sites.pack_saved = not config.train.gradient_checkpointing and cached.cache == "packed"
