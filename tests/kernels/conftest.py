@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tracefp4.kernels.runtime import SWITCH
+
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
 
 
@@ -88,6 +90,12 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 def same() -> Callable[[Tensor, Tensor], bool]:
     """Compare bit patterns."""
     return _same
+
+
+@pytest.fixture
+def plain_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only kernels that a test calls itself: where they are interpreted, others would compute what is expected."""
+    monkeypatch.setenv(SWITCH, "reference")
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ from tracefp4.formats.numerics import get_numerics
 from tracefp4.guidance.codec import pack_bits, pack_scales, unpack_bits
 from tracefp4.quantizers.guided import Outcome, choose, quantize_guided
 
+pytestmark = pytest.mark.usefixtures("plain_code")
+
 NAMES = ["nvfp4-te", "nvfp4-pow2", "nvfp4-modelopt", "sglang-kv-nvfp4", "mxfp4-ceil", "sglang-kv-mx"]
 
 
