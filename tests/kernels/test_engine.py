@@ -49,7 +49,8 @@ QUICK = [] if torch.cuda.is_available() else [pytest.mark.slow, pytest.mark.time
 
 
 @pytest.mark.parametrize(
-    "name", ["bf16", *(pytest.param(name, marks=QUICK) for name in ("nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4"))]
+    "name",
+    ["bf16", *(pytest.param(name, marks=QUICK) for name in ("nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4", "mxfp4-w4a8-kv4"))],
 )
 def test_engine_with_and_without_kernels(name, device, monkeypatch):
     request = Request("a", tuple(range(3, 22)), 1, SamplingParams(max_new_tokens=3, seed=1, temperature=0.0))

@@ -31,7 +31,7 @@ def capture_of(name, width, bits, device):
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("bits", [1, 4])
 @pytest.mark.parametrize(
-    "name, width", [("nvfp4-te", 96), ("nvfp4-modelopt", 32), ("mxfp4-ceil", 96), ("mxfp4-ceil", 2080)]
+    "name, width", [("nvfp4-te", 96), ("nvfp4-modelopt", 32), ("mxfp4-ceil", 96), ("mxfp4-ceil", 2080), ("mxfp8", 96)]
 )
 def test_bytes_of_a_place(name, width, bits, gated, device, make_values, same, monkeypatch):
     slots = torch.tensor([7, 0, 8, 3], device=device)

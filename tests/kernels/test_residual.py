@@ -17,8 +17,7 @@ from tracefp4.guidance.rounding import Rounding, round_compensated, round_gated_
 from tracefp4.quantizers.residual import channels, terms
 from tracefp4.rollout.capture import Capture
 
-PRESETS = [n for n in map(get_numerics, NUMERICS) if n.element == "e2m1"]
-PRESETS = [replace(n, scope="token") if n.scope == "tensor" else n for n in PRESETS]
+PRESETS = [replace(n, scope="token") if n.scope == "tensor" else n for n in map(get_numerics, NUMERICS)]
 PRESETS.append(replace(get_numerics("sglang-kv-nvfp4"), name="constant", constant=0.3))
 
 
@@ -121,7 +120,7 @@ def test_what_is_recorded_is_the_first_rounding(name, gated, device, make_values
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4-te"])
 def test_where_there_is_no_kernel(name, device, make_values, same, monkeypatch):
-    """The plain code gives both operands too: eight-bit activations, rows that are too long, no kernels at all."""
+    """The plain code gives both operands too: rows that are too long, no kernels at all."""
     from tracefp4.kernels import residual
 
     n, x = get_numerics(name), make_values(4, 96, "normal", 5)

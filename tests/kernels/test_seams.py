@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from tracefp4.core import Kind, Site, SiteShape
+from tracefp4.errors import FormatError
 from tracefp4.formats import blocks
+from tracefp4.formats.fused import has_kernel
 from tracefp4.formats.numerics import get_numerics
+from tracefp4.formats.packed import quantize_packed
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.codec import pack_bits, unpack_bits
 from tracefp4.guidance.record import SiteRecord
@@ -61,6 +64,22 @@ def test_packed_weights(name, kind, transposed, device, make_values, same, monke
         assert same(one, other)
 
 
+def test_eight_bits_are_not_packed(device, make_values, monkeypatch):
+    n, x = get_numerics("mxfp8"), make_values(2, 64).to(device)
+    assert has_kernel(x, n)
+    for choice in ("triton", "reference"):
+        monkeypatch.setenv("TRACEFP4_KERNELS", choice)
+        for pack in (quantize_packed, lambda x, n: round_nearest(x, n, pack=True)):
+            with pytest.raises(FormatError, match="only E2M1 codes fit two a byte"):
+                pack(x, n)
+
+
+def test_eight_bits_under_scales_of_e4m3_have_no_kernel(device, make_values):
+    n, x = replace(get_numerics("nvfp4-te"), element="e4m3"), make_values(2, 64).to(device)
+    assert not has_kernel(x, n)
+    assert blocks.quantize(x, n).codes.max() > 15
+
+
 @pytest.mark.parametrize("scale_bits", [8, 3])
 def test_a_rollout_and_a_trainer_that_follows_it(scale_bits, device, make_values, same, monkeypatch):
     n = get_numerics("nvfp4-te")
@@ -95,7 +114,7 @@ def test_a_rollout_and_a_trainer_that_follows_it(scale_bits, device, make_values
         assert same(found.decode_scale(), torch.where(pick, guided.decode_scale(), own.decode_scale())[order])
 
 
-@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-pow2", "mxfp4-ceil"])
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-pow2", "mxfp4-ceil", "mxfp8"])
 def test_round_gated(name, device, make_values, same, monkeypatch):
     """What an engine hands to the second product: the same whether gate and rounding are one pass or three."""
     n = get_numerics(name)

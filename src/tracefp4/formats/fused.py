@@ -1,7 +1,8 @@
 """Numerics as kernels take them, and when a kernel stands in for :mod:`tracefp4.formats.blocks`.
 
-The kernels below this package know no :class:`Numerics`; this file spells one out for them. They compute E2M1 elements
-only: MXFP8 keeps the plain code, which is also the reference that every kernel equals bit for bit.
+The kernels below this package know no :class:`Numerics`; this file spells one out for them. They compute E2M1 elements,
+and E4M3 elements under E8M0 scales (MXFP8). Anything else keeps the plain code, which is also the reference that every
+kernel equals bit for bit.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
 def rules(numerics: Numerics) -> Rules:
     """The choices of ``numerics`` as compile-time constants."""
     byte = e4m3.byte if numerics.scale_format == "e4m3" else e8m0.byte
+    eight = numerics.element == "e4m3"
     return Rules(
         block=numerics.block,
+        eight=eight,
         e8m0=numerics.scale_format == "e8m0",
-        ties=numerics.ties,
-        negative_zero=numerics.negative_zero,
+        ties="even" if eight else numerics.ties,
+        negative_zero="keep" if eight else numerics.negative_zero,
         scale_rule=numerics.scale_rule,
         scale_floor=numerics.scale_floor,
         floor_byte=byte(numerics.scale_floor) if numerics.scale_floor else 0,
@@ -48,7 +51,7 @@ def has_kernel(x: Tensor, numerics: Numerics, gated: bool = False) -> bool:
 
     ``gated``: ``x (..., 2 D)`` holds gate and up, and what is quantized is ``silu(gate) * up``.
     """
-    if numerics.element != "e2m1" or not usable(x):
+    if (numerics.element == "e4m3" and numerics.scale_format != "e8m0") or not usable(x):
         return False
     multiple = numerics.block * (2 if gated else 1)
     if not x.dtype.is_floating_point or x.element_size() > 4 or x.ndim == 0 or x.shape[-1] % multiple:
@@ -75,7 +78,7 @@ def quantize_by_kernel(
         in :class:`tracefp4.formats.blocks.Quantized`.
 
     Raises:
-        FormatError: the kernel wrote no codes.
+        FormatError: ``packed``, and elements of more than four bits; or the kernel wrote no codes.
     """
     out, global_scale = _by_kernel(x, numerics, global_scale, per, codes=not packed, packed=packed)
     codes = out.packed if packed else out.codes

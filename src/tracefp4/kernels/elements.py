@@ -1,9 +1,10 @@
-"""Device functions: rounding to the E2M1 grid, to nearest and guided.
+"""Device functions: rounding to the grid of E2M1 or of E4M3 elements, to nearest and guided.
 
 For ``a`` in [0, 6] the grid step is ``2^(e-1)`` with ``e = max(exponent of a, 0)``. Adding ``M = 2^(e+22)`` rounds
 ``a`` to a multiple of it, ties to even; the low bits of the sum count the steps, and the code is ``count + 2 e``: the
 grid's even multiples are its codes with an even last bit, so this tie rule is the format's own. Seven comparisons
-become one addition.
+become one addition. E4M3 (``EIGHT``) has two bits more of a mantissa and six binades more below 1, up to 448: the step
+is ``2^(e-3)`` with ``e = max(exponent of a, -6)``, ``M`` is ``2^(e+20)``, and the code is ``count + 8 (e + 6)``.
 
 Guided rounding chooses between the two ends of the bracket of ``a``; the rules are those of
 :mod:`tracefp4.quantizers.guided`. One bit says whether the code is even. The nearest code is one end; if that is the
@@ -19,9 +20,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+_TWO_120 = tl.constexpr(2.0**120)
 _TWO_126 = tl.constexpr(2.0**126)
 _BELOW_6 = tl.constexpr(5.999999523162842)
 """The float32 below 6."""
+_BELOW_448 = tl.constexpr(447.9999694824219)
+"""The float32 below 448."""
 SIGN = tl.constexpr(-(2**31))
 """The bit of a sign."""
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -32,22 +36,46 @@ subnormals wrong; :func:`narrow` and :func:`widen` then convert by integer arith
 
 
 @triton.jit
-def _clipped(z, most):
-    """``a = min(|z|, most)``, ``most`` of a NaN, and the bits of ``M`` (int32): an exponent field of ``e + 149``."""
+def _clipped(z, most, EIGHT: tl.constexpr):
+    """``a = min(|z|, most)``, ``most`` of a NaN, and the bits of ``M`` (int32).
+
+    Its exponent field is ``e + 149``, from 149; of E4M3 ``e + 147``, from 141.
+    """
+    higher: tl.constexpr = 20 if EIGHT else 22
+    least: tl.constexpr = 141 if EIGHT else 149
     a = tl.minimum(tl.abs(z), most)  # one operation: magnitudes are free where floats are compared
     # Added before the maximum is taken: a GPU does both in one operation.
-    return a, tl.maximum((a.to(tl.int32, bitcast=True) & 0x7F800000) + (22 << 23), 149 << 23)
+    return a, tl.maximum((a.to(tl.int32, bitcast=True) & 0x7F800000) + (higher << 23), least << 23)
 
 
 @triton.jit
-def nearest(z, signs, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
-    """Nearest E2M1 code (int32, ``0..15``) of ``z`` float32, and its value (float32).
+def _binade(magic, EIGHT: tl.constexpr):
+    """Code (int32) at which the steps that ``M`` makes are counted from 0: ``2 e``, or ``8 (e + 6)`` of E4M3."""
+    # Below its exponent field M is 0.
+    if EIGHT:
+        return (magic >> 20) - 1128
+    else:
+        return (magic >> 22) - 298
 
-    Beyond 6 it saturates, a NaN gives the code of +6. Whoever uses one of the two pays for one. ``signs`` int32: the
-    bit of a sign, or 0 where the scale is 0 and everything becomes code 0. A NaN's value is 6 with the sign of the NaN:
-    what it is multiplied with is a NaN as well.
+
+@triton.jit
+def _sign(bits, z, EIGHT: tl.constexpr):
+    """The sign of a code (int32) from ``bits``, those of ``z`` or 0. A NaN has none in E2M1, and its own in E4M3."""
+    if EIGHT:
+        return (bits >> 24) & 128
+    else:
+        return tl.where(z == z, (bits >> 28) & 8, 0)
+
+
+@triton.jit
+def nearest(z, signs, EIGHT: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
+    """Nearest code (int32: E2M1 ``0..15``, E4M3 a byte) of ``z`` float32, and its value (float32).
+
+    Beyond 6 or 448 it saturates, a NaN gives the code of +6 or a NaN of E4M3. Whoever uses one of the two pays for one.
+    ``signs`` int32: the bit of a sign, or 0 where the scale is 0 and everything becomes code 0. A NaN's value is 6 or
+    448 with the sign of the NaN: what it is multiplied with is a NaN as well.
     """
-    a, magic = _clipped(z, 6.0)
+    a, magic = _clipped(z, 448.0 if EIGHT else 6.0, EIGHT)
     total = a + magic.to(tl.float32, bitcast=True)
     count = total.to(tl.int32, bitcast=True) - magic
     level = total - magic.to(tl.float32, bitcast=True)
@@ -57,13 +85,15 @@ def nearest(z, signs, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
         other = rest == (0.5 if TIES == "up" else -0.5) * step
         count = tl.where(other, count + (1 if TIES == "up" else -1), count)
         level = tl.where(other, a + rest, level)  # of a tie the other end is as far away
-    code = count + ((magic >> 22) - 298)  # bit 22 of it is 0: twice the exponent
+    code = count + _binade(magic, EIGHT)
+    if EIGHT:
+        code = tl.where(z == z, code, 127)
     bits = z.to(tl.int32, bitcast=True)
     if NEGATIVE_ZERO == "strict":
         bits = tl.where(a > 0.0, bits, 0)
     elif NEGATIVE_ZERO == "positive":
         bits = tl.where(level > 0.0, bits, 0)
-    code |= tl.where(z == z, (bits >> 28) & 8, 0)
+    code |= _sign(bits, z, EIGHT)
     level = (level.to(tl.int32, bitcast=True) | (bits & signs)).to(tl.float32, bitcast=True)
     return tl.where(signs == 0, 0, code), level
 
@@ -76,7 +106,7 @@ def guided(z, low, signs, BITS: tl.constexpr):
     as in :func:`nearest`. From 6 on the bracket is that of 4 and 6.
     """
     if BITS == 1:
-        a, magic = _clipped(z, _BELOW_6)
+        a, magic = _clipped(z, _BELOW_6, False)
         total = a + magic.to(tl.float32, bitcast=True)
         bits = total.to(tl.int32, bitcast=True)
         level = total - magic.to(tl.float32, bitcast=True)
@@ -85,8 +115,8 @@ def guided(z, low, signs, BITS: tl.constexpr):
         side = rest.to(tl.int32, bitcast=True) & SIGN
         step = ((magic - (23 << 23)) | side).to(tl.float32, bitcast=True)
         level = tl.where(other, level + step, level)
-        code = bits - magic + ((magic >> 22) - 298) + tl.where(other, 1 + (side >> 30), 0)
-        code |= tl.where(z == z, (z.to(tl.int32, bitcast=True) >> 28) & 8, 0)
+        code = bits - magic + _binade(magic, False) + tl.where(other, 1 + (side >> 30), 0)
+        code |= _sign(z.to(tl.int32, bitcast=True), z, False)
         sign = z.to(tl.int32, bitcast=True) & signs
         return tl.where(signs == 0, 0, code), (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     else:
@@ -98,11 +128,11 @@ def guided(z, low, signs, BITS: tl.constexpr):
 def _several_bits(z, low, BITS: tl.constexpr):
     """The code of :func:`guided` for two bits and more."""
     z = tl.where(z == z, z, 6.0)
-    a, magic = _clipped(z, 6.0)
+    a, magic = _clipped(z, 6.0, False)
     sign = (z.to(tl.int32, bitcast=True) >> 28) & 8
     scaled = a * ((128 << 23) - (magic - (149 << 23))).to(tl.float32, bitcast=True)  # in grid steps: 2^(1-e)
     count = scaled.to(tl.int32)
-    lower = tl.minimum(count + ((magic >> 22) - 298), 6)
+    lower = tl.minimum(count + _binade(magic, False), 6)
     on_grid = (count.to(tl.float32) == scaled) & (a != 6.0)
     upper = lower + 1 - on_grid.to(tl.int32)
     if BITS == 2:

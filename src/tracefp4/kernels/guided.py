@@ -80,7 +80,7 @@ def _quantize_guided(
     TILE: tl.constexpr, GATED: tl.constexpr, ORDERED: tl.constexpr, PARTIAL: tl.constexpr,
     SCALE_BITS: tl.constexpr, BITS: tl.constexpr,
     CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr,
-    BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
+    BLOCK: tl.constexpr, EIGHT: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
     QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
     CONSTANT: tl.constexpr,
@@ -108,7 +108,7 @@ def _quantize_guided(
         tl.store(decode_ptr + row, decode)
     scale = _recorded_scales(recorded_ptr, source, block, inside, width // BLOCK, SCALE_BITS)
     if PARTIAL or SCALE_BITS != 8:
-        own = block_scale(amax, encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
+        own = block_scale(amax, encode, decode, EIGHT, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
         if SCALE_BITS != 8:
             scale = _restored(own, scale, SCALE_BITS, E8M0)
         if PARTIAL:
@@ -121,7 +121,7 @@ def _quantize_guided(
     top = tl.reduce(tl.abs(z), 1, _larger)  # a NaN before all
     broken = top != top
     if PARTIAL:
-        own_code, own_level = nearest(z, signs, TIES, NEGATIVE_ZERO)
+        own_code, own_level = nearest(z, signs, EIGHT, TIES, NEGATIVE_ZERO)
         code, level = tl.where(follows, code, own_code), tl.where(follows, level, own_level)
         broken = broken & follows
     scale = tl.where(broken, 255 if E8M0 else 127, scale)
@@ -134,8 +134,8 @@ def _quantize_guided(
 
 
 def fits(x: Tensor, rules: Rules, gated: bool = False) -> bool:
-    """Whether :func:`quantize_guided` takes ``x (R, D)``, or ``(R, 2 D)`` if ``gated``."""
-    return x.ndim == 2 and x.numel() > 0 and x.shape[1] <= (2 * ROW_LIMIT if gated else ROW_LIMIT)
+    """Whether :func:`quantize_guided` takes ``x (R, D)``, or ``(R, 2 D)`` if ``gated``. E2M1 elements only."""
+    return not rules.eight and x.ndim == 2 and x.numel() > 0 and x.shape[1] <= (2 * ROW_LIMIT if gated else ROW_LIMIT)
 
 
 def quantize_guided(

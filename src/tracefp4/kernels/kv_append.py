@@ -25,7 +25,7 @@ from tracefp4.kernels.scales import block_amax, block_scale, block_unit, global_
 from tracefp4.kernels.sizes import cdiv, next_power_of_2
 from tracefp4.kernels.words import from_code, recoded
 
-_PLAIN = Rules(16, True, "even", "keep", "floor", 0.0, 0, 0, "divide", "none", "amax", "encode", 1.0)
+_PLAIN = Rules(16, False, True, "even", "keep", "floor", 0.0, 0, 0, "divide", "none", "amax", "encode", 1.0)
 """Any rules: those of a pool that rounds nothing."""
 _ROWS = 4
 """Heads of queries that a program takes."""
@@ -59,7 +59,7 @@ def _append(
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, turn_stride, code_stride, scale_stride,
     eps, QUERIES: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr,
-    BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
+    BLOCK: tl.constexpr, EIGHT: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
     QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
     CONSTANT: tl.constexpr,
@@ -105,9 +105,9 @@ def _store(
         block = tl.arange(0, D // BLOCK)
         x = widen(tl.reshape(raw, (D // BLOCK, BLOCK)))
         encode, decode = global_forms(1.0, SCOPE, GLOBAL_FORM, CONSTANT)
-        scale = block_scale(block_amax(x), encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
+        scale = block_scale(block_amax(x), encode, decode, False, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
         z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), E8M0, QUOTIENT)
-        code, _ = nearest(z, signs_under(scale, E8M0)[:, None], TIES, NEGATIVE_ZERO)
+        code, _ = nearest(z, signs_under(scale, E8M0)[:, None], False, TIES, NEGATIVE_ZERO)
         if not E8M0:
             scale = recoded(scale)
         groups = tl.reshape(code, (D // 64, 4, 16))

@@ -4,7 +4,7 @@ A program takes one row (or a piece of one, where no scale spans the row) as a t
 maxima, the row's global scale, scale bytes and codes, and writes what was asked for:
 
     codes     one a byte              scales    one byte a block          operand  ``code x block scale``, bfloat16
-    packed    two a byte              global    one float32 a row         values   operand x global scale, any dtype
+    packed    two a byte (E2M1)       global    one float32 a row         values   operand x global scale, any dtype
     planes    the low bits of each code, as :mod:`tracefp4.guidance.codec` stores them
     a record  planes, scale bytes, global scale and a ticket side by side, in the row of the token's slot
 
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tracefp4.errors import FormatError
 from tracefp4.kernels.elements import narrow, nearest, widen
 from tracefp4.kernels.gate import silu_product
 from tracefp4.kernels.place import Place
@@ -56,7 +57,7 @@ def _quantize(
     TILE: tl.constexpr, GATED: tl.constexpr, GIVEN: tl.constexpr, DECODE: tl.constexpr,
     CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr, BITS: tl.constexpr,
     VECTORS: tl.constexpr,
-    BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
+    BLOCK: tl.constexpr, EIGHT: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
     QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
     CONSTANT: tl.constexpr,
@@ -81,7 +82,7 @@ def _quantize(
         tl.store(decode_ptr + row, decode)
     scale, code, level = round_blocks(
         x, amax, encode, decode,
-        E8M0, TIES, NEGATIVE_ZERO, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE, QUOTIENT,
+        EIGHT, E8M0, TIES, NEGATIVE_ZERO, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE, QUOTIENT,
     )  # fmt: skip
     tl.store(scales_ptr + row * (width // BLOCK) + block, scale.to(tl.uint8), mask=inside)
     write(
@@ -114,16 +115,16 @@ def load_blocks(x_ptr, block, width, TILE: tl.constexpr, BLOCK: tl.constexpr, GA
 @triton.jit
 def round_blocks(
     x, amax, encode, decode,
-    E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, SCALE_RULE: tl.constexpr,
+    EIGHT: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr, SCALE_RULE: tl.constexpr,
     SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr, QUOTIENT: tl.constexpr,
 ):  # fmt: skip
     """Scale bytes ``(TILE,)``, nearest codes of ``x (TILE, BLOCK)`` under a global scale, and their values, float32.
 
     ``amax``: largest magnitude of each block, as a bit pattern.
     """
-    scale = block_scale(amax, encode, decode, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
+    scale = block_scale(amax, encode, decode, EIGHT, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
     z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), E8M0, QUOTIENT)
-    code, level = nearest(z, signs_under(scale, E8M0)[:, None], TIES, NEGATIVE_ZERO)
+    code, level = nearest(z, signs_under(scale, E8M0)[:, None], EIGHT, TIES, NEGATIVE_ZERO)
     return scale, code, level
 
 
@@ -293,12 +294,15 @@ def quantize(
             under scope ``tensor``; under ``token`` made from ``x`` if ``None``.
         gated: ``x (..., 2 D)`` holds gate and up; quantize ``silu(gate) * up``, rounded as the eager code rounds it.
         codes: write whole codes, one a byte.
-        packed: write two codes a byte.
+        packed: write two codes a byte, of E2M1.
         operand: write exact bfloat16 operands; into this contiguous tensor ``(..., D)`` if it is one.
         values: write dequantized values in this dtype.
         bits: write this many bit planes, 0 for none.
         decode: write the global decode scale of each row. Only under scope ``token``.
         place: where planes, scales, global scales and tickets are recorded, and bit planes nowhere else.
+
+    Raises:
+        FormatError: ``packed``, and elements of more than four bits.
     """
     width, lead = x.shape[-1], x.shape[:-1]
     x, stride, groups, group_stride = _rows(x)
@@ -369,7 +373,13 @@ def allocate(
     x: Tensor, lead: torch.Size, width: int, rules: Rules, codes: bool, packed: bool, operand: bool | Tensor,
     values: torch.dtype | None, bits: int,
 ) -> Fused:  # fmt: skip
-    """Tensors for what was asked for; ``lead`` are the leading axes of ``x``."""
+    """Tensors for what was asked for; ``lead`` are the leading axes of ``x``.
+
+    Raises:
+        FormatError: ``packed``, and elements of more than four bits.
+    """
+    if packed and rules.eight:
+        raise FormatError("only E2M1 codes fit two a byte, these elements have eight bits.")
 
     def new(size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.empty((*lead, size), dtype=dtype, device=x.device)

@@ -66,7 +66,7 @@ def _compensate(
     x_ptr, scales_ptr, global_ptr, decode_ptr, operand_ptr, second_ptr, planes_ptr, record_ptr, slots_ptr, tickets_ptr,
     width, count, x_stride, record_stride, record_start, record_size,
     TILE: tl.constexpr, GATED: tl.constexpr, BITS: tl.constexpr, VECTORS: tl.constexpr,
-    BLOCK: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
+    BLOCK: tl.constexpr, EIGHT: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
     QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
     CONSTANT: tl.constexpr,
@@ -88,7 +88,7 @@ def _compensate(
         tl.store(decode_ptr + row, decode)
     scale, code, level = round_blocks(
         x, amax, encode, decode,
-        E8M0, TIES, NEGATIVE_ZERO, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE, QUOTIENT,
+        EIGHT, E8M0, TIES, NEGATIVE_ZERO, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE, QUOTIENT,
     )  # fmt: skip
     tl.store(scales_ptr + row * (width // BLOCK) + block, scale.to(tl.uint8), mask=inside)
     write(
@@ -106,7 +106,7 @@ def _compensate(
     rest = tl.where(_largest(rest, column, width, count, TILE * BLOCK), rest, 0.0)
     scale, code, level = round_blocks(
         rest, block_amax(rest), encode, decode,
-        E8M0, TIES, NEGATIVE_ZERO, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE, QUOTIENT,
+        EIGHT, E8M0, TIES, NEGATIVE_ZERO, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE, QUOTIENT,
     )  # fmt: skip
     write(
         code, level, scale, decode, row, block, width, second_ptr, second_ptr, second_ptr, second_ptr, second_ptr,

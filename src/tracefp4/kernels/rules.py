@@ -15,10 +15,13 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The choices that make FP4 codes. E2M1 elements only."""
+    """The choices that make codes."""
 
     block: int
     """Values that share a block scale, 16 or 32."""
+    eight: bool
+    """Elements are E4M3, of eight bits, which takes ``e8m0`` and the ``ties`` and ``negative_zero`` of that format,
+    ``even`` and ``keep``; else E2M1."""
     e8m0: bool
     """Block scales are E8M0; else E4M3."""
     ties: str

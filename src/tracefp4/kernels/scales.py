@@ -81,15 +81,17 @@ def e4m3_byte(v):
 
 
 @triton.jit
-def e8m0_byte(m, SCALE_RULE: tl.constexpr):
-    """E8M0 byte of a block with largest magnitude ``m`` (E2M1 elements): ``floor``, ``ceil`` or ``half``."""
+def e8m0_byte(m, SCALE_RULE: tl.constexpr, EIGHT: tl.constexpr):
+    """E8M0 byte of a block with largest magnitude ``m``: ``floor``, ``ceil`` or ``half``. ``EIGHT``: E4M3 elements."""
+    largest: tl.constexpr = 0x600000 if EIGHT else 0x400000  # mantissas of 448 and 6
+    half: tl.constexpr = 0x780000 if EIGHT else 0x600000
     bits = m.to(tl.int32, bitcast=True)
     exponent, field = bits >> 23, bits & 0x7FFFFF
     if SCALE_RULE == "ceil":
-        exponent += (field > 0x400000).to(tl.int32)
+        exponent += (field > largest).to(tl.int32)
     elif SCALE_RULE == "half":
-        exponent += (field >= 0x600000).to(tl.int32)
-    return tl.minimum(tl.maximum(exponent - 2, 0), 254)
+        exponent += (field >= half).to(tl.int32)
+    return tl.minimum(tl.maximum(exponent - (8 if EIGHT else 2), 0), 254)
 
 
 @triton.jit
@@ -134,6 +136,7 @@ def block_scale(
     amax,
     encode,
     decode,
+    EIGHT: tl.constexpr,
     E8M0: tl.constexpr,
     SCALE_RULE: tl.constexpr,
     SCALE_FLOOR: tl.constexpr,
@@ -143,7 +146,7 @@ def block_scale(
     """Scale bytes (int32) of blocks with largest magnitudes ``amax`` (bit patterns) under a global scale."""
     m = finite(amax)
     if E8M0:
-        data = e8m0_byte(m, SCALE_RULE)
+        data = e8m0_byte(m, SCALE_RULE, EIGHT)
         if SCALE_FLOOR != 0.0:
             data = tl.maximum(data, FLOOR_BYTE)
         data = tl.where(amax == 0, ZERO_BYTE, data)
