@@ -8,15 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tracefp4.formats import blocks
+from tracefp4.formats import blocks, e4m3
 from tracefp4.formats.fused import rules
 from tracefp4.formats.numerics import get_numerics
 from tracefp4.guidance.codec import pack_bits, pack_scales, unpack_bits
-from tracefp4.quantizers.guided import Outcome, choose, quantize_guided
+from tracefp4.quantizers.guided import Outcome, choose, choose_eight, quantize_guided
 
 pytestmark = pytest.mark.usefixtures("plain_code")
 
 NAMES = ["nvfp4-te", "nvfp4-pow2", "nvfp4-modelopt", "sglang-kv-nvfp4", "mxfp4-ceil", "sglang-kv-mx"]
+EIGHT = list(zip(["mxfp8"] * 4, (1, 2, 3, 4), (8, 3, 2, 8), strict=True))
 
 
 def recorded(x, n, bits, scale_bits):
@@ -43,8 +44,8 @@ def run(x, n, packed, outcome, device, **options):
 
 def cases():
     """Each numerics, each number of bits and each of scale bits once by default; all of them with -m slow."""
-    quick = set(zip(NAMES, (1, 2, 3, 4, 1, 2), (8, 3, 2, 8, 3, 2), strict=True))
-    for case in itertools.product(NAMES, (1, 2, 3, 4), (8, 3, 2)):
+    quick = {*zip(NAMES, (1, 2, 3, 4, 1, 2), (8, 3, 2, 8, 3, 2), strict=True), *EIGHT}
+    for case in itertools.product([*NAMES, "mxfp8"], (1, 2, 3, 4), (8, 3, 2)):
         yield pytest.param(*case, marks=[] if case in quick or torch.cuda.is_available() else [pytest.mark.slow])
 
 
@@ -77,7 +78,26 @@ def test_every_value_under_every_outcome(bits, device, same):
         assert same(found.operand, blocks.Quantized(codes, scales, None, n).operand())
 
 
-@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", "sglang-kv-nvfp4"])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_every_value_of_eight_bits_under_every_outcome(bits, device, same):
+    """Beside each bfloat16 its neighbours in float32; and the same of what two candidates are as near to."""
+    n = get_numerics("mxfp8")
+    z = torch.arange(1 << 16, dtype=torch.int32).bitwise_left_shift(16)
+    values = e4m3.decode(torch.arange(127, dtype=torch.uint8))
+    middles = torch.cat([(values[step:] + values[:-step]) / 2 for step in (2, 4, 8, 16)]).view(torch.int32)
+    z = torch.cat([z - 1, z, z + 1, middles - 1, middles, middles + 1]).view(torch.float32)
+    z = z[(z.abs() < 512) & ((z.abs() > 2.0**-12) | (z.view(torch.int32) & 0xFFFF == 0))]
+    x = torch.nn.functional.pad(z, (0, -z.numel() % 4096)).view(-1, 4096)
+    scales = torch.full((len(x), 128), 127, dtype=torch.uint8)  # 1.0
+    for low in range(1 << bits):
+        outcome = Outcome(torch.full(x.shape, low, dtype=torch.uint8), scales, None, bits)
+        found = run(x, n, (pack_bits(outcome.low, bits), scales), outcome, device)
+        codes = choose_eight(x.clamp(-448, 448), outcome.low, bits)
+        assert same(found.codes, codes)
+        assert same(found.operand, blocks.Quantized(codes, scales, None, n).operand())
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", "sglang-kv-nvfp4", "mxfp8"])
 def test_rows_in_another_order_and_rows_without_guidance(name, device, make_values, same):
     n, vectors = get_numerics(name), 2
     x = make_values(12, 64, "wide", 4)
@@ -104,7 +124,7 @@ def test_planes(bits, width, device, same):
     assert same(planes.unpack(packed.to(device), bits, width), unpack_bits(packed, bits, width))
 
 
-@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-pow2", "mxfp4-ceil"])
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-pow2", "mxfp4-ceil", "mxfp8"])
 @pytest.mark.parametrize("partial", [False, True])
 def test_gate_in_the_same_pass(name, partial, device, make_values, same):
     from tracefp4.kernels.gate import gate

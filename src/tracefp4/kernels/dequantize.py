@@ -32,7 +32,7 @@ def _dequantize(
     byte = tl.load(packed_ptr + at, mask=tl.broadcast_to(inside[:, None], (TILE, half)), other=0).to(tl.int32)
     code = tl.reshape(tl.join(byte & 15, byte >> 4), (TILE, BLOCK))
     scale = scale_value(tl.load(scales_ptr + block, mask=inside, other=0).to(tl.int32), E8M0)
-    value = magnitude(code) * scale[:, None]
+    value = magnitude(code, False) * scale[:, None]
     if FACTOR:
         value = value * tl.load(factor_ptr + block // per, mask=inside, other=0.0)[:, None]
     to = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

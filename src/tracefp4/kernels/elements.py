@@ -7,9 +7,9 @@ become one addition. E4M3 (``EIGHT``) has two bits more of a mantissa and six bi
 is ``2^(e-3)`` with ``e = max(exponent of a, -6)``, ``M`` is ``2^(e+20)``, and the code is ``count + 8 (e + 6)``.
 
 Guided rounding chooses between the two ends of the bracket of ``a``; the rules are those of
-:mod:`tracefp4.quantizers.guided`. One bit says whether the code is even. The nearest code is one end; if that is the
-wrong one, the other end is a step further, on the side of ``a``. More bits need the neighbour *below* ``a``, which is
-the truncated count, and whether ``a`` is on the grid.
+:mod:`tracefp4.quantizers.guided` and :mod:`tracefp4.quantizers.guided_e4m3`. One bit says whether the code is even. The
+nearest code is one end; if that is the wrong one, the other end is a step further, on the side of ``a``. More bits need
+the neighbour *below* ``a``, which is the truncated count, and whether ``a`` is on the grid.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ def nearest(z, signs, EIGHT: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl
 
 
 @triton.jit
-def guided(z, low, signs, BITS: tl.constexpr):
+def guided(z, low, signs, EIGHT: tl.constexpr, BITS: tl.constexpr):
     """The end of ``z``'s bracket that the recorded bits name (decoder ``bracket``): int32 code, and float32 value.
 
     ``z`` float32 in units of the rollout's scale; ``low`` int32, the low ``BITS`` bits of each recorded code; ``signs``
-    as in :func:`nearest`. From 6 on the bracket is that of 4 and 6.
+    as in :func:`nearest`. From 6 on the bracket is that of 4 and 6, from 448 on that of 416 and 448.
     """
     if BITS == 1:
-        a, magic = _clipped(z, _BELOW_6, False)
+        a, magic = _clipped(z, _BELOW_448 if EIGHT else _BELOW_6, EIGHT)
         total = a + magic.to(tl.float32, bitcast=True)
         bits = total.to(tl.int32, bitcast=True)
         level = total - magic.to(tl.float32, bitcast=True)
@@ -115,26 +115,38 @@ def guided(z, low, signs, BITS: tl.constexpr):
         side = rest.to(tl.int32, bitcast=True) & SIGN
         step = ((magic - (23 << 23)) | side).to(tl.float32, bitcast=True)
         level = tl.where(other, level + step, level)
-        code = bits - magic + _binade(magic, False) + tl.where(other, 1 + (side >> 30), 0)
-        code |= _sign(z.to(tl.int32, bitcast=True), z, False)
+        code = bits - magic + _binade(magic, EIGHT) + tl.where(other, 1 + (side >> 30), 0)
+        code |= _sign(z.to(tl.int32, bitcast=True), z, EIGHT)
         sign = z.to(tl.int32, bitcast=True) & signs
         return tl.where(signs == 0, 0, code), (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
     else:
-        code = tl.where(signs == 0, 0, _several_bits(z, low, BITS))
-        return code, magnitude(code)
+        code = _several_bits_of_eight(z, low, BITS) if EIGHT else _several_bits(z, low, BITS)
+        code = tl.where(signs == 0, 0, code)
+        return code, magnitude(code, EIGHT)
+
+
+@triton.jit
+def _bracket(z, EIGHT: tl.constexpr):
+    """``a``, and the codes (int32) of its bracket's ends, which are one where ``a`` is on the grid below 6 or 448."""
+    most: tl.constexpr = 448.0 if EIGHT else 6.0
+    last: tl.constexpr = 125 if EIGHT else 6
+    steps: tl.constexpr = 130 if EIGHT else 128
+    offset: tl.constexpr = 147 if EIGHT else 149
+    a, magic = _clipped(z, most, EIGHT)
+    # In grid steps: times 2^(1-e), or 2^(3-e).
+    scaled = a * ((steps << 23) - (magic - (offset << 23))).to(tl.float32, bitcast=True)
+    count = scaled.to(tl.int32)
+    lower = tl.minimum(count + _binade(magic, EIGHT), last)
+    on_grid = (count.to(tl.float32) == scaled) & (a != most)
+    return a, lower, lower + 1 - on_grid.to(tl.int32)
 
 
 @triton.jit
 def _several_bits(z, low, BITS: tl.constexpr):
     """The code of :func:`guided` for two bits and more."""
     z = tl.where(z == z, z, 6.0)
-    a, magic = _clipped(z, 6.0, False)
+    a, lower, upper = _bracket(z, False)
     sign = (z.to(tl.int32, bitcast=True) >> 28) & 8
-    scaled = a * ((128 << 23) - (magic - (149 << 23))).to(tl.float32, bitcast=True)  # in grid steps: 2^(1-e)
-    count = scaled.to(tl.int32)
-    lower = tl.minimum(count + _binade(magic, False), 6)
-    on_grid = (count.to(tl.float32) == scaled) & (a != 6.0)
-    upper = lower + 1 - on_grid.to(tl.int32)
     if BITS == 2:
         middle = tl.where(low == 0, 1.0, tl.where(low == 1, 1.75, tl.where(low == 2, 2.5, 3.75)))
         congruent = low + 4 * (a > middle).to(tl.int32)
@@ -150,10 +162,27 @@ def _several_bits(z, low, BITS: tl.constexpr):
 
 
 @triton.jit
-def magnitude(code):
-    """Signed value of codes ``0..15`` (int32), float32: their bits are a float32 that is ``2^126`` too small."""
-    small = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
-    return small * _TWO_126
+def _several_bits_of_eight(z, low, BITS: tl.constexpr):
+    """The same of E4M3. If neither end is congruent, the nearest congruent magnitude (of two the smaller) names one."""
+    a, lower, upper = _bracket(z, True)
+    below = lower - ((lower - low) & ((1 << BITS) - 1))
+    above = below + (1 << BITS)
+    rise = magnitude(tl.minimum(above, 126), True) - a
+    nearer = ((a - magnitude(tl.maximum(below, 0), True) <= rise) | (above > 126)) & (below >= 0)
+    takes_upper = (above == upper) | ((below != lower) & (nearer == 0))
+    return tl.where(takes_upper, upper, lower) | _sign(z.to(tl.int32, bitcast=True), z, True)
+
+
+@triton.jit
+def magnitude(code, EIGHT: tl.constexpr):
+    """Signed value of codes (int32: E2M1 ``0..15``, finite bytes of E4M3), float32.
+
+    Their bits are a float32 that is ``2^126``, or ``2^120``, too small.
+    """
+    if EIGHT:
+        return (((code & 127) << 20) | ((code & 128) << 24)).to(tl.float32, bitcast=True) * _TWO_120
+    else:
+        return (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True) * _TWO_126
 
 
 @triton.jit

@@ -117,7 +117,7 @@ def _quantize_guided(
     z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), E8M0, QUOTIENT)
     signs = signs_under(scale, E8M0)[:, None]
     low = _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS)
-    code, level = guided(z, low, signs, BITS)
+    code, level = guided(z, low, signs, EIGHT, BITS)
     top = tl.reduce(tl.abs(z), 1, _larger)  # a NaN before all
     broken = top != top
     if PARTIAL:
@@ -134,8 +134,8 @@ def _quantize_guided(
 
 
 def fits(x: Tensor, rules: Rules, gated: bool = False) -> bool:
-    """Whether :func:`quantize_guided` takes ``x (R, D)``, or ``(R, 2 D)`` if ``gated``. E2M1 elements only."""
-    return not rules.eight and x.ndim == 2 and x.numel() > 0 and x.shape[1] <= (2 * ROW_LIMIT if gated else ROW_LIMIT)
+    """Whether :func:`quantize_guided` takes ``x (R, D)``, or ``(R, 2 D)`` if ``gated``."""
+    return x.ndim == 2 and x.numel() > 0 and x.shape[1] <= (2 * ROW_LIMIT if gated else ROW_LIMIT)
 
 
 def quantize_guided(
@@ -171,13 +171,16 @@ def quantize_guided(
         vectors: vectors of a token row.
         gated: ``x (R, 2 D)`` holds gate and up; round ``silu(gate) * up``, itself rounded as the eager code does.
         codes: write whole codes.
-        packed: write them two a byte.
+        packed: write them two a byte, if they are of E2M1.
         operand: write exact bfloat16 operands.
         values: write dequantized values in this dtype.
 
     Returns:
         ``scales`` and ``global_scale`` (with its decode form) as used, and what was asked for. A block with a NaN has
         the NaN scale byte.
+
+    Raises:
+        FormatError: ``packed``, and elements of more than four bits.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
