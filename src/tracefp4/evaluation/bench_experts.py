@@ -267,19 +267,22 @@ def _operand(rounded: Rounding) -> tuple[Tensor, Tensor | None]:
 def _text(config: Config | None) -> str:
     if config is None:
         return "default"
-    return f"columns {config.columns} unroll {config.unroll} warps {config.warps} stages {config.stages}"
+    limit = "" if config.registers is None else f" registers {config.registers}"
+    return f"columns {config.columns} unroll {config.unroll} warps {config.warps} stages {config.stages}{limit}"
 
 
 def _expert_configs(arm: str, batch: int, rows: int, inner: int) -> list[Config]:
     """Tiles worth measuring beside the default; ``benchmarks/instructions.py`` counts what each costs."""
     from tracefp4.kernels.experts import Config
 
+    sizes: list[tuple[int, ...]]
     if rows >= 32:
         sizes = [(128, 1, 4, 4), (128, 1, 4, 3), (64, 1, 4, 4), (64, 1, 4, 3), (128, 1, 8, 3)]
         # Few experts make few programs, and what a program has under way is then all that is.
         sizes += [(64, 1, 4, 6), (64, 1, 4, 8), (128, 1, 4, 6)]
         if arm != "bf16":
             sizes += [(128, 2, 4, 3), (64, 2, 4, 3), (128, 1, 2, 3), (256, 1, 4, 3)]
+            sizes.append((128, 1, 4, 3, 128))  # four programs a multiprocessor instead of three
     elif arm == "bf16":
         sizes = [(16, 4, 1, 4), (32, 4, 1, 3)] if batch <= 4 else [(128, 1, 4, 4), (64, 1, 2, 4), (64, 2, 4, 4)]
     elif batch <= 4:
