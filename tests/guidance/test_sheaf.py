@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from tracefp4.guidance.layout import table_of
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record
 from tracefp4.guidance.sheaf import Sheaf
+from tracefp4.guidance.store import pull_from
 
 Maker = Callable[..., Record]
 
@@ -123,14 +125,17 @@ def test_bits_that_were_checked_are_pulled_row_by_row(make: Maker, small_shapes)
         pending = pending_rows(sheaf, start, record.rows, **about)
         assert pending.take() == encode(record)
         for site, part in whole.sites.items():
-            for rows in ([], [4], [3, 0]):
-                assert torch.equal(pending.pull(site, rows), part.planes[rows])
-        with pytest.raises(GuidanceError, match=f"rows 1 to {record.rows} were asked for"):
-            pending.pull(site, [1, record.rows])
+            wanted = [[], [4], [3, 0]]
+            found = pull_from(site, [(pending.source, np.array(rows, np.int64)) for rows in wanted])
+            for rows, bits in zip(wanted, found, strict=True):
+                assert np.array_equal(bits, part.planes[rows].numpy())
+        for first, last in ((1, record.rows), (-1, 1)):
+            with pytest.raises(GuidanceError, match=f"rows {first} to {last} were asked for"):
+                pull_from(site, [(pending.source, np.array([last, first]))])
         with pytest.raises(GuidanceError, match=r"no bits of site 9\.k"):
-            pending.pull(Site(9, Kind.K), [0])
+            pull_from(Site(9, Kind.K), [(pending.source, np.array([0]))])
     plain, _ = bundle(wholes, wholes)
-    assert pending_rows(plain, 0, 19, **about).pull is None
+    assert pending_rows(plain, 0, 19, **about).source is None
 
 
 def test_rows_outside_a_sheaf_are_refused(make: Maker, small_shapes) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ from tracefp4.guidance.frame import Expectation, decode, encode
 from tracefp4.guidance.late_store import LateStore, Shipping
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.record import Record
-from tracefp4.guidance.store import MAX_KEY, Pending, Store, check_key, make_key
+from tracefp4.guidance.store import MAX_KEY, Pending, Source, Store, check_key, make_key
 from tracefp4.guidance.workers import side_by_side
 
 
@@ -242,46 +242,75 @@ def test_plain_stores_take_at_once_a_late_one_when_somebody_looks() -> None:
 SITE = Site(2, Kind.K)
 
 
-def pulled(site: Site, rows: list[int]) -> torch.Tensor:
-    return torch.tensor([[[site.layer, row]] for row in rows], dtype=torch.uint8)
+class Bits:
+    """What an engine keeps: bits that say of which layer, frame and row they are."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def pull(self, site: Site, wanted: Sequence[tuple[int, np.ndarray]]) -> list[np.ndarray]:
+        self.calls += 1
+        return [np.array([[[site.layer, key, row]] for row in rows], np.uint8) for key, rows in wanted]
+
+    def pending(self, name: str, key: int = 0) -> Pending:
+        return replace(Maker().pending(name, b"abcd"), source=Source(self.pull, key))
+
+
+def rows(*some: int) -> np.ndarray:
+    return np.array(some, np.int64)
 
 
 def test_bits_are_pulled_for_as_long_as_their_frame_is_kept(store: Store) -> None:
-    frame = replace(Maker().pending("a", b"abcd"), pull=pulled)
+    frame = Bits().pending("a")
     if not store.serves_pulls:
         with pytest.raises(GuidanceError, match="leaves bits with its engine"):
             store.keep("a", frame)
         with pytest.raises(GuidanceError, match="no bits of 'b' that could be pulled"):
-            store.pull(store.put("b", b"abcd"), SITE, [1])
+            store.pull(SITE, [(store.put("b", b"abcd"), rows(1))])
         assert store.keys() == ("b",)
         return
     handle, plain = store.keep("a", frame), store.put("b", b"abcd")
     assert store.get(handle) == b"abcd"
-    assert store.pull(handle, SITE, [5, 3]).tolist() == [[[2, 5]], [[2, 3]]]
+    assert [bits.tolist() for bits in store.pull(SITE, [(handle, rows(5, 3))])] == [[[[2, 0, 5]], [[2, 0, 3]]]]
     with pytest.raises(GuidanceMissing, match="'b' in .* came without bits to pull"):
-        store.pull(plain, SITE, [5])
+        store.pull(SITE, [(handle, rows(1)), (plain, rows(5))])
     with pytest.raises(GuidanceMissing, match="lies in store 'elsewhere'"):
-        store.pull(Handle("elsewhere", "a", 4), SITE, [5])
+        store.pull(SITE, [(Handle("elsewhere", "a", 4), rows(5))])
     store.delete(handle)
     with pytest.raises(GuidanceMissing):
-        store.pull(handle, SITE, [5])
+        store.pull(SITE, [(handle, rows(5))])
     store.put("a", b"abcd")  # another frame under the same key has no bits of the first
     with pytest.raises(GuidanceMissing):
-        store.pull(handle, SITE, [5])
+        store.pull(SITE, [(handle, rows(5))])
     (handle,) = store.keep_all([("c", frame)])
-    assert store.get(handle) and store.pull(handle, SITE, [1]).numel() == 2
+    assert store.get(handle) and len(store.pull(SITE, [(handle, rows(1))])) == 1
     store.clear()
     with pytest.raises(GuidanceMissing):
-        store.pull(handle, SITE, [1])
+        store.pull(SITE, [(handle, rows(1))])
+
+
+def test_an_engine_is_asked_once_for_frames_that_stand_together(store: Store) -> None:
+    if not store.serves_pulls:
+        return
+    one, other = Bits(), Bits()
+    owners = (one, one, other, one)
+    handles = [store.keep(f"k{key}", owner.pending(f"k{key}", key)) for key, owner in enumerate(owners)]
+    for handle in handles:
+        store.get(handle)
+    found = store.pull(SITE, [(handle, rows(*range(key + 1))) for key, handle in enumerate(handles)])
+    assert [bits.tolist() for bits in found] == [[[[2, key, row]] for row in range(key + 1)] for key in range(4)]
+    assert (one.calls, other.calls) == (2, 1)
 
 
 def test_a_late_store_counts_what_is_pulled() -> None:
     store = LateStore(MemoryStore())
-    handle = store.keep("a", replace(Maker().pending("a", b"abcd"), pull=pulled))
-    store.get(handle)
-    for rows in ([1, 2, 3], [4]):
-        store.pull(handle, SITE, rows)
-    assert store.counts() == Shipping(claimed=1, claimed_bytes=4, pulled_bytes=8)
+    bits = Bits()
+    handles = [store.keep(name, bits.pending(name)) for name in "ab"]
+    for handle in handles:
+        store.get(handle)
+    store.pull(SITE, [(handles[0], rows(1, 2, 3)), (handles[1], rows(4))])
+    store.pull(SITE, [(handles[0], rows(4))])
+    assert store.counts() == Shipping(claimed=2, claimed_bytes=8, pulled_bytes=15)
     assert store.counts() == Shipping()
 
 

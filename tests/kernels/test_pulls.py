@@ -11,6 +11,7 @@ from tracefp4.core import Kind, Site
 from tracefp4.formats import blocks
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.record import SiteRecord
+from tracefp4.guidance.store import Source
 from tracefp4.models.layout import describe
 from tracefp4.models.tiny import tiny_model
 from tracefp4.training.batch import GuidedRows
@@ -34,10 +35,13 @@ def test_operands_of_a_checked_site(complete, device, make_values, same):
     whole = SiteRecord.pack(shape, *parts, theirs.global_scale.view(ROWS, -1), 1, 8, valid)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(device)
 
+    def pull(_, wanted):
+        return [whole.planes.cpu().numpy()[rows] for _, rows in wanted]
+
     def guided(checked: bool) -> GuidedRows:
         record = whole.reduce(1, 2, valid, checked=checked)
         record.checks = record.checks[None]
-        pulls = Pulls(1, [lambda _, rows: whole.planes[rows].cpu()], ROWS, int(valid.sum())) if checked else None
+        pulls = Pulls(1, [Source(pull, None)], ROWS, int(valid.sum())) if checked else None
         return GuidedRows(valid, complete, int(valid.sum()), {site: record}, pulls)
 
     found = []
@@ -53,5 +57,6 @@ def test_operands_of_a_checked_site(complete, device, make_values, same):
     for (value, scale), (other, factor) in zip(found[0][0], found[1][0], strict=True):
         assert same(value, other) and same(scale, factor)
     assert same(found[0][1], found[1][1])
+    sites.guidance.pulls.confirm()
     counts = sites.pulled.take()
     assert counts is not None and counts.pulled > 0

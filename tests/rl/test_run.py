@@ -611,7 +611,7 @@ def test_a_checked_plan_trains_as_its_bits_do_and_ships_what_it_pulls(make_run: 
     run = make_run(*settings, "plan=c1-all+mid/s2", folder="checked")
     asked = []
     pull = run.store.pull
-    run.store.pull = lambda *given: asked.append(pull(*given)) or asked[-1]
+    run.store.pull = lambda *given: asked.extend(found := pull(*given)) or found
     checked = _train(run)
     assert not run.store.keys()
     weights = {"guidance/bytes_per_token", "guidance/bits_per_value", "guidance/shipped_bytes_per_token"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -104,8 +105,9 @@ def test_bits_of_a_checked_plan_stay_with_the_engine_until_they_are_pulled(make_
         assert rollout.response_ids == other.response_ids and rollout.guidance.nbytes < other.guidance.nbytes
         record = checked.record(rollout)
         for site, part in sent.record(other).sites.items():
-            rows = list(range(0, record.rows, 3))
-            bits = checked.store.pull(rollout.guidance, site, rows)
+            rows = np.arange(0, record.rows, 3)
+            (found,) = checked.store.pull(site, [(rollout.guidance, rows)])
+            bits = torch.from_numpy(found)
             assert torch.equal(bits, part.planes[rows])
             assert torch.equal(code_checks(bits.flatten(1)), record.sites[site].code_checks[rows])
             assert not record.sites[site].planes.numel()

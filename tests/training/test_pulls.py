@@ -2,14 +2,17 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracefp4.core import Site
 from tracefp4.errors import GuidanceCorrupt, GuidanceMissing
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, SiteRecord, restrict, token_hash
+from tracefp4.guidance.store import Source
 from tracefp4.models.binding import bind, bound
 from tracefp4.models.layout import describe
 from tracefp4.models.tiny import tiny_model
@@ -131,7 +134,7 @@ def test_results_are_those_of_the_bits_themselves(family, spec, plan):
 def test_a_perfect_twin_pulls_nothing():
     case = make_case(noise=0.0)
     sites = case.sites()
-    asked = [dataclasses.replace(e, record=e.record and dataclasses.replace(e.record, pull=None)) for e in
+    asked = [dataclasses.replace(e, record=e.record and dataclasses.replace(e.record, source=None)) for e in
              case.under("c1-all+mid/s2")]  # fmt: skip
     with bound(case.model, sites):
         score(case.model, sites, asked[:1])
@@ -142,11 +145,13 @@ def test_only_what_fails_is_pulled(case):
     asked: list[tuple[int, Site, int]] = []
 
     def spying(example):
-        def pull(site, rows):
-            asked.extend((example.index, site, row) for row in rows)
-            return example.record.pull(site, rows)
+        def pull(site, wanted):
+            ((_, rows),) = wanted
+            asked.extend((example.index, site, row) for row in rows.tolist())
+            return own.pull(site, [(own.key, rows)])
 
-        record = example.record and dataclasses.replace(example.record, pull=pull)
+        own = example.record and example.record.source
+        record = example.record and dataclasses.replace(example.record, source=Source(pull, None))
         return dataclasses.replace(example, record=record)
 
     sites = case.sites()
@@ -195,30 +200,112 @@ def test_an_observer_sees_what_it_sees_of_the_bits(case):
     assert totals[0] == totals[1] and totals[0]["flip_rate"] > 0
 
 
+def test_a_site_is_settled_in_as_many_calls_and_copies_however_many_sequences_there_are(case):
+    """All sequences are asked for in one call, and what PyTorch does is as much."""
+    calls, operations = [], []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            operations[-1] += 1
+            return func(*args, **(kwargs or {}))
+
+    class Settling(TrainerSites):
+        def _recorded(self, *given):
+            with Counting():
+                return super()._recorded(*given)
+
+    def ask(site, wanted):
+        calls[-1].append((site, len(wanted)))
+        before = operations[-1]
+        found = [bits for own, rows in wanted for bits in own.pull(site, [(own.key, rows)])]
+        operations[-1] = before  # not of the trainer
+        return found
+
+    example = case.under("c1-all+mid/s2")[1]
+    record = dataclasses.replace(example.record, source=Source(ask, example.record.source))
+    sites = Settling(describe(case.model), FP4)
+    with bound(case.model, sites):
+        for count in (1, 5):
+            calls.append([])
+            operations.append(0)
+            score(case.model, sites, [dataclasses.replace(example, record=record)] * count)
+    one, five = calls
+    assert [site for site, _ in one] == [site for site, _ in five] == list(dict.fromkeys(site for site, _ in one))
+    assert {count for _, count in one} == {1} and {count for _, count in five} == {5}
+    assert operations[0] == operations[1] > 0
+
+
+def altered(case, change, which=(0, 1)):
+    """Examples of which some get other bits than the recorded ones."""
+
+    def alter(example):
+        def pull(site, wanted):
+            return [change(bits.copy()) for bits in own.pull(site, [(own.key, rows) for _, rows in wanted])]
+
+        own = example.record.source
+        return dataclasses.replace(example, record=dataclasses.replace(example.record, source=Source(pull, None)))
+
+    return [alter(e) if e.index in which else e for e in case.under("c1-all+mid/s2")[:2]]
+
+
+def flip(bits):
+    bits[-1, -1, -1] ^= 64
+    return bits
+
+
 def test_bits_that_are_not_the_recorded_ones_are_refused(case):
-    def altered(change):
-        def alter(example):
-            def pull(site, rows):
-                return change(example.record.pull(site, rows).clone())
-
-            return dataclasses.replace(example, record=dataclasses.replace(example.record, pull=pull))
-
-        return [alter(example) for example in case.under("c1-all+mid/s2")[:2]]
-
-    def flip(bits):
-        bits[-1, -1, -1] ^= 64
-        return bits
-
     sites = case.sites()
     with bound(case.model, sites):
         for change, message in (
             (flip, "do not pass their checks"),
             (lambda bits: bits[1:], "was pulled, not uint8"),
             (lambda bits: bits[..., 1:], "was pulled, not uint8"),
-            (lambda bits: bits.to(torch.int32), "was pulled, not uint8"),
+            (lambda bits: bits.astype(np.int32), "was pulled, not uint8"),
         ):
             with pytest.raises(GuidanceCorrupt, match=message):
-                score(case.model, sites, altered(change))
-        nobody = [dataclasses.replace(e, record=dataclasses.replace(e.record, pull=None)) for e in altered(flip)]
-        with pytest.raises(GuidanceMissing, match="nobody to pull the bits from"):
+                score(case.model, sites, altered(case, change))
+        nobody = [
+            dataclasses.replace(e, record=dataclasses.replace(e.record, source=None)) for e in altered(case, flip)
+        ]
+        with pytest.raises(GuidanceMissing, match="sequence 0 has checks of bits and nobody to pull the bits from"):
             score(case.model, sites, nobody)
+        with pytest.raises(GuidanceMissing, match="sequence 1 has checks"):
+            score(case.model, sites, [altered(case, flip, ())[0], nobody[1]])
+
+
+@pytest.mark.parametrize("sequence", [0, 1])
+def test_wrong_bits_are_refused_by_site_and_sequence(case, sequence):
+    """At whatever site, also at the last, and whenever the micro-batch is used again."""
+    order: list[Site] = []
+
+    def noting(site, wanted):
+        order.append(site)
+        return own.pull(site, [(own.key, rows) for _, rows in wanted])
+
+    examples = altered(case, flip, ())
+    own = examples[sequence].record.source
+    examples[sequence].record.source = Source(noting, None)
+    sites = case.sites()
+    with bound(case.model, sites):
+        score(case.model, sites, examples)
+        for wrong in (order[0], order[-1]):
+
+            def pull(site, wanted, wrong=wrong):
+                found = own.pull(site, [(own.key, rows) for _, rows in wanted])
+                return [flip(bits.copy()) for bits in found] if site == wrong else found
+
+            examples[sequence].record.source = Source(pull, None)
+            batch = collate(examples, torch.device("cpu"))
+            message = f"site {wrong}: bits that were pulled for sequence {sequence} do not pass their checks"
+            for _ in range(2):
+                with pytest.raises(GuidanceCorrupt, match=message), torch.no_grad(), sites.batch(batch):
+                    token_logprobs(case.model, batch)
+
+
+def test_an_error_of_the_pass_itself_is_not_hidden(case):
+    sites = case.sites()
+    batch = collate(altered(case, flip), torch.device("cpu"))
+    with bound(case.model, sites), pytest.raises(ValueError, match="of the caller"), sites.batch(batch):
+        with pytest.raises(GuidanceCorrupt), torch.no_grad():
+            token_logprobs(case.model, batch)
+        raise ValueError("of the caller")

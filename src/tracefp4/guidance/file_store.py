@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
+import numpy as np
 
 from tracefp4.core import Handle, Site
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
@@ -120,7 +120,7 @@ class FileStore:
 
     def keep(self, key: str, frame: Pending) -> Handle:
         """Take a frame from its engine at once, and keep it; one that leaves bits with the engine is refused."""
-        if frame.pull is not None:
+        if frame.source is not None:
             raise GuidanceError(f"{key!r} leaves bits with its engine, which {self._name!r} could not ask for them")
         return self.put(key, frame.take())
 
@@ -136,9 +136,10 @@ class FileStore:
         with self._explained(f"read {handle.key!r}"):
             return self._read(handle)
 
-    def pull(self, handle: Handle, site: Site, rows: Sequence[int]) -> Tensor:
+    def pull(self, site: Site, wanted: Sequence[tuple[Handle, np.ndarray]]) -> list[np.ndarray]:
         """Refused; see :attr:`serves_pulls`."""
-        raise GuidanceError(f"{self._name!r} keeps files, and no bits of {handle.key!r} that could be pulled")
+        keys = ", ".join(repr(handle.key) for handle, _ in wanted)
+        raise GuidanceError(f"{self._name!r} keeps files, and no bits of {keys} that could be pulled")
 
     def delete(self, handle: Handle) -> None:
         """Remove the file of a handle."""

@@ -19,7 +19,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from tracefp4.guidance.record import Record, SiteRecord, token_hash
 from tracefp4.guidance.runs import Body, SiteRuns
 from tracefp4.guidance.sheaf import Sheaf
 from tracefp4.guidance.sizes import account, bytes_per_token, sizes
-from tracefp4.guidance.store import Pending
+from tracefp4.guidance.store import Pending, Source
 
 __all__ = ["LIMITS", "Expectation", "account", "bytes_per_token", "decode", "encode", "encode_rows"]
 __all__ += ["pending_rows", "sizes"]
@@ -156,8 +156,8 @@ def pending_rows(
             sheaf, start, rows, token_hash=token_hash, numerics_hash=numerics_hash, weight_version=weight_version
         )
 
-    pull = partial(sheaf.pull, start, rows) if layout.plan.checked else None
-    return Pending(frame_size(layout, numerics_hash, weight_version), take, lambda: None, pull)
+    source = Source(sheaf.pull, (start, rows)) if layout.plan.checked else None
+    return Pending(frame_size(layout, numerics_hash, weight_version), take, lambda: None, source)
 
 
 def _write_ends(body: Tensor, layout: Layout, valid: Tensor, routes: Tensor | None) -> None:

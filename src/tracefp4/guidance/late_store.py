@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor
+import numpy as np
 
 from tracefp4.core import Handle, Site
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
@@ -121,12 +121,13 @@ class LateStore:
                     self._fetch(handle, waiting.frame)
         return self._inner.get(handle)
 
-    def pull(self, handle: Handle, site: Site, rows: Sequence[int]) -> Tensor:
-        """Bits that a claimed frame has only checks of, counted; see :class:`~tracefp4.guidance.store.Store`."""
-        bits = self._inner.pull(handle, site, rows)
+    def pull(self, site: Site, wanted: Sequence[tuple[Handle, np.ndarray]]) -> Sequence[np.ndarray]:
+        """Bits that claimed frames have only checks of, counted; see :class:`~tracefp4.guidance.store.Store`."""
+        found = self._inner.pull(site, wanted)
+        nbytes = sum(bits.nbytes for bits in found)
         with self._lock:
-            self._counts = replace(self._counts, pulled_bytes=self._counts.pulled_bytes + bits.nbytes)
-        return bits
+            self._counts = replace(self._counts, pulled_bytes=self._counts.pulled_bytes + nbytes)
+        return found
 
     def delete(self, handle: Handle) -> None:
         """Forget a frame; one that still waits is dropped where it lies, and counted."""

@@ -152,6 +152,12 @@ def make_table(shapes: Sequence[SiteShape]) -> SiteTable:
     return SiteTable(ordered, tuple(Run(tuple(run)) for run in runs))
 
 
+@lru_cache(maxsize=32)
+def places_of(table: SiteTable) -> dict[Site, tuple[int, int]]:
+    """For each site the index of its run, and its position in the run."""
+    return {shape.site: (i, k) for i, run in enumerate(table.runs) for k, shape in enumerate(table.of(run))}
+
+
 class Parts(NamedTuple):
     """The tensors of ``L`` sites of equal shape and ``T`` rows, as :class:`SiteRecord` has those of one."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from torch import Tensor
+import numpy as np
 
 from tracefp4.core import Handle, Site
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMissing
-from tracefp4.guidance.store import Data, Pending, Pull, check_key
+from tracefp4.guidance.store import Data, Pending, Source, check_key, pull_from
 from tracefp4.guidance.workers import side_by_side
 
 
@@ -27,7 +27,7 @@ class MemoryStore:
     def __init__(self, name: str = "memory", max_bytes: int | None = None) -> None:
         self._name, self._max_bytes = name, max_bytes
         self._frames: dict[str, bytes | memoryview] = {}
-        self._pulls: dict[str, Pull] = {}
+        self._sources: dict[str, Source] = {}
         self._nbytes = 0
         self._open = True
         self._lock = threading.Lock()
@@ -53,14 +53,14 @@ class MemoryStore:
 
     def keep(self, key: str, frame: Pending) -> Handle:
         """Take a frame from its engine at once, and keep it."""
-        return self._put(key, _own(frame.take()), frame.pull)
+        return self._put(key, _own(frame.take()), frame.source)
 
     def keep_all(self, frames: Sequence[tuple[str, Pending]]) -> list[Handle]:
         """Take frames side by side, and keep them in this order."""
         taken = side_by_side([frame.take for _, frame in frames])
-        return [self._put(key, _own(data), frame.pull) for (key, frame), data in zip(frames, taken, strict=True)]
+        return [self._put(key, _own(data), frame.source) for (key, frame), data in zip(frames, taken, strict=True)]
 
-    def _put(self, key: str, frame: bytes | memoryview, pull: Pull | None = None) -> Handle:
+    def _put(self, key: str, frame: bytes | memoryview, source: Source | None = None) -> Handle:
         """Keep what nobody can change."""
         check_key(key)
         if not frame:
@@ -74,8 +74,8 @@ class MemoryStore:
                 self._check_room(key, len(frame))
                 self._frames[key] = frame
                 self._nbytes += len(frame)
-                if pull is not None:
-                    self._pulls[key] = pull
+                if source is not None:
+                    self._sources[key] = source
         return Handle(self._name, key, len(frame))
 
     def get(self, handle: Handle) -> memoryview:
@@ -88,21 +88,18 @@ class MemoryStore:
             )
         return memoryview(frame)
 
-    def pull(self, handle: Handle, site: Site, rows: Sequence[int]) -> Tensor:
-        """Bits that a frame has only checks of; see :meth:`Store.pull <tracefp4.guidance.store.Store.pull>`."""
+    def pull(self, site: Site, wanted: Sequence[tuple[Handle, np.ndarray]]) -> list[np.ndarray]:
+        """Bits that frames have only checks of; see :meth:`Store.pull <tracefp4.guidance.store.Store.pull>`."""
         with self._lock:
-            self._find(handle)
-            pull = self._pulls.get(handle.key)
-        if pull is None:
-            raise GuidanceMissing(f"{handle.key!r} in {self._name!r} came without bits to pull")
-        return pull(site, rows)
+            sources = [self._source(handle) for handle, _ in wanted]
+        return pull_from(site, zip(sources, (rows for _, rows in wanted), strict=True))
 
     def delete(self, handle: Handle) -> None:
         """Forget a frame."""
         with self._lock:
             self._nbytes -= len(self._find(handle))
             del self._frames[handle.key]
-            self._pulls.pop(handle.key, None)
+            self._sources.pop(handle.key, None)
 
     def keys(self) -> tuple[str, ...]:
         """Keys at the moment, sorted."""
@@ -115,14 +112,14 @@ class MemoryStore:
         with self._lock:
             self._check_open()
             self._frames.clear()
-            self._pulls.clear()
+            self._sources.clear()
             self._nbytes = 0
 
     def close(self) -> None:
         """Forget everything and refuse later calls. Closing twice is harmless."""
         with self._lock:
             self._frames.clear()
-            self._pulls.clear()
+            self._sources.clear()
             self._nbytes, self._open = 0, False
 
     def _find(self, handle: Handle) -> bytes | memoryview:
@@ -132,6 +129,13 @@ class MemoryStore:
         if handle.key not in self._frames:
             raise GuidanceMissing(f"no guidance under {handle.key!r} in {self._name!r} ({len(self._frames)} frames)")
         return self._frames[handle.key]
+
+    def _source(self, handle: Handle) -> Source:
+        self._find(handle)
+        source = self._sources.get(handle.key)
+        if source is None:
+            raise GuidanceMissing(f"{handle.key!r} in {self._name!r} came without bits to pull")
+        return source
 
     def _check_open(self) -> None:
         if not self._open:

@@ -33,7 +33,7 @@ from tracefp4.guidance.codec import (
     unpack_scales,
 )
 from tracefp4.guidance.plan import Plan
-from tracefp4.guidance.store import Pull
+from tracefp4.guidance.store import Source
 from tracefp4.quantizers.guided import Outcome
 
 
@@ -215,8 +215,8 @@ class Record:
     sites: Mapping[Site, SiteRecord]
     routes: Tensor | None = None
     """uint8 or int16 ``(rows, moe_layers, top_k)``: expert ids of the rollout."""
-    pull: Pull | None = None
-    """Asks for bits that a checked plan left with the engine."""
+    source: Source | None = None
+    """Who has the bits that a checked plan left with the engine."""
 
     @property
     def nbytes(self) -> int:
@@ -259,11 +259,12 @@ def restrict(record: Record, plan: Plan, shapes: Sequence[SiteShape], num_layers
         part = record.sites[shape.site]
         sites[shape.site] = part.reduce(plan.bits, plan.scale_bits, record.valid, checked=plan.checked)
 
-    def pull(site: Site, rows: Sequence[int]) -> Tensor:
+    def pull(site: Site, wanted: Sequence[tuple[object, np.ndarray]]) -> list[np.ndarray]:
         part = record.sites[site]
-        return part.planes[list(rows), :, : plan.bits * part.shape.width // 8]
+        planes = part.planes[..., : plan.bits * part.shape.width // 8]
+        return [planes[torch.from_numpy(rows).to(planes.device)].cpu().numpy() for _, rows in wanted]
 
-    return replace(record, plan=str(plan), sites=sites, pull=pull if plan.checked else None)
+    return replace(record, plan=str(plan), sites=sites, source=Source(pull, None) if plan.checked else None)
 
 
 def token_hash(tokens: Sequence[int] | np.ndarray | Tensor) -> str:

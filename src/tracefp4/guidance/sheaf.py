@@ -19,7 +19,7 @@ from torch import Tensor
 from tracefp4.core import Site
 from tracefp4.errors import GuidanceError
 from tracefp4.guidance.codec import CHUNK, code_checks, pack_scales, scale_checks
-from tracefp4.guidance.layout import Layout, Parts, SiteTable, make_layout
+from tracefp4.guidance.layout import Layout, Parts, SiteTable, make_layout, places_of
 from tracefp4.guidance.plan import Plan
 
 
@@ -103,30 +103,31 @@ class Sheaf:
         there.arrival = arrival
         return there
 
-    def pull(self, start: int, rows: int, site: Site, wanted: Sequence[int]) -> Tensor:
-        """The bits of some rows of a sequence, of a sheaf on the host under a checked plan.
+    def pull(self, site: Site, wanted: Sequence[tuple[tuple[int, int], np.ndarray]]) -> list[np.ndarray]:
+        """Bits of rows of several sequences; a :data:`~tracefp4.guidance.store.Pull` of a checked plan's sheaf.
 
         Args:
-            start: first row of the sequence.
-            rows: of the sequence.
             site: of the plan.
-            wanted: rows, counted from ``start``.
+            wanted: where a sequence starts and how many rows it has, and rows int64 ``(n,)``, counted from there.
 
         Returns:
-            uint8 ``(n, vectors, bits * width / 8)``.
+            For each sequence uint8 ``(n, vectors, bits * width / 8)``.
 
         Raises:
             GuidanceError: a row outside of the sequence, or a site that the sheaf lacks.
         """
         self.arrays()  # they have arrived
-        if not all(0 <= row < rows for row in wanted):
-            raise GuidanceError(f"rows {min(wanted)} to {max(wanted)} were asked for of a sequence of {rows} rows")
-        table = self.layout.table
-        for run, kept in zip(table.runs, self.kept, strict=False):
-            for position, shape in enumerate(table.of(run)):
-                if shape.site == site:
-                    return kept[position, [start + row for row in wanted]]
-        raise GuidanceError(f"no bits of site {site} were kept under plan {str(self.layout.plan)!r}")
+        place = places_of(self.layout.table).get(site) if self.kept else None
+        if place is None:
+            raise GuidanceError(f"no bits of site {site} were kept under plan {str(self.layout.plan)!r}")
+        index, position = place
+        kept, found = self.kept[index][position].numpy(), []
+        for (start, count), rows in wanted:
+            # Without a sign a negative row is a large one.
+            if len(rows) and rows.view(np.uint64).max() >= count:
+                raise GuidanceError(f"rows {rows.min()} to {rows.max()} were asked for of a sequence of {count} rows")
+            found.append(kept[start : start + count].take(rows, axis=0))
+        return found
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """``data`` and ``valid`` of a sheaf on the host; waits until they have arrived."""

@@ -14,12 +14,13 @@ their content. Rules that every store keeps:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import xxhash
-from torch import Tensor
 
 from tracefp4.core import Handle, Site
 from tracefp4.errors import GuidanceError
@@ -27,8 +28,34 @@ from tracefp4.errors import GuidanceError
 Data = bytes | bytearray | memoryview
 """What can be put into a store."""
 
-Pull = Callable[[Site, Sequence[int]], Tensor]
-"""Hands over the bits of some rows of a site: uint8 ``(n, vectors, bits * width / 8)``, on the host."""
+Pull = Callable[[Site, Sequence[tuple[Any, np.ndarray]]], Sequence[np.ndarray]]
+"""Hands over bits of a site, of several frames in one call: for each what its frame is known by, and rows int64
+``(n,)``; for each in turn uint8 ``(n, vectors, bits * width / 8)``, on the host."""
+
+
+class Source(NamedTuple):
+    """Who has the bits of a frame."""
+
+    pull: Pull
+    key: Any
+    """What ``pull`` knows the frame by."""
+
+
+def pull_from(site: Site, wanted: Iterable[tuple[Source, np.ndarray]]) -> list[np.ndarray]:
+    """Bits of a site from their sources: those that stand together and have the same ``pull`` are asked for at once.
+
+    Args:
+        site: which site.
+        wanted: sources, and rows int64 ``(n,)`` of each.
+
+    Returns:
+        For each source in turn uint8 ``(n, vectors, bits * width / 8)``.
+    """
+    found: list[np.ndarray] = []
+    for pull, some in groupby(wanted, key=lambda one: one[0].pull):
+        found += pull(site, [(source.key, rows) for source, rows in some])
+    return found
+
 
 MAX_KEY = 160
 _KEY = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:@#=+-]{{0,{MAX_KEY - 1}}}")
@@ -44,8 +71,8 @@ class Pending:
     """Hands the bytes over; the engine keeps nothing of them, and never changes them."""
     drop: Callable[[], None]
     """Forgets them where they lie."""
-    pull: Pull | None = None
-    """Bits that the frame has only checks of; may be asked for until the frame is deleted."""
+    source: Source | None = None
+    """Who has the bits that the frame has only checks of; may be asked until the frame is deleted."""
 
 
 class Store(Protocol):
@@ -99,11 +126,11 @@ class Store(Protocol):
         """
         ...
 
-    def pull(self, handle: Handle, site: Site, rows: Sequence[int]) -> Tensor:
-        """Bits that a frame has only checks of, from the engine that kept them (:data:`Pull`).
+    def pull(self, site: Site, wanted: Sequence[tuple[Handle, np.ndarray]]) -> Sequence[np.ndarray]:
+        """Bits that frames have only checks of, from the engines that kept them: a :data:`Pull`, keyed by handle.
 
         Raises:
-            GuidanceMissing: nothing is kept under this handle, or its frame came without bits to pull.
+            GuidanceMissing: nothing is kept under a handle, or its frame came without bits to pull.
             GuidanceError: the store does not serve pulls, or there are no such rows.
         """
         ...

@@ -28,7 +28,7 @@ from tracefp4.errors import EngineError, GuidanceMissing
 from tracefp4.guidance.frame import Expectation, decode
 from tracefp4.guidance.header import checksum_of
 from tracefp4.guidance.record import Record
-from tracefp4.guidance.store import Store
+from tracefp4.guidance.store import Source, Store
 from tracefp4.guidance.workers import side_by_side
 from tracefp4.rl.centering import centering_term
 from tracefp4.rl.clipping import BYPASS
@@ -73,7 +73,7 @@ class GuidanceSource:
         records = []
         for example, handle, (frame, checksum) in zip(examples, handles, fetched, strict=True):
             record = decode(frame, replace(self.expect, tokens=example.tokens), checksum=checksum)
-            record.pull = partial(self.store.pull, handle)
+            record.source = Source(self.store.pull, handle)
             records.append(record)
         return records
 

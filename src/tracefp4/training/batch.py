@@ -244,5 +244,5 @@ def _stack_guidance(examples: Sequence[Example], width: int, device: torch.devic
     sites = stack_sites([e.record for e in examples], known, width, device)
     pulls, plan, count = None, Plan.parse(known.plan), int(guided.sum())
     if plan.checked:
-        pulls = Pulls(plan.bits, [None if e.record is None else e.record.pull for e in examples], width, count)
+        pulls = Pulls(plan.bits, [None if e.record is None else e.record.source for e in examples], width, count)
     return GuidedRows(guided.flatten().to(device, non_blocking=True), complete, count, sites, pulls)

@@ -92,6 +92,9 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
             guided: follow the batch's guidance where it has any.
             replay: use the rollout's expert routes where they were recorded.
             observer: compares every quantization with the batch's recorded outcomes.
+
+        Raises:
+            GuidanceCorrupt: at the end, bits that were pulled meanwhile do not pass their checks.
         """
         self.guidance = batch.guidance if guided else None
         self.routes = batch.routes if replay else None
@@ -101,6 +104,8 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
             observer.truth = batch.guidance
         try:
             yield
+            if batch.guidance is not None and batch.guidance.pulls is not None:
+                batch.guidance.pulls.confirm()
         finally:
             self.guidance = self.routes = self.observer = self._sorted = None
             if observer is not None:
