@@ -125,13 +125,13 @@ def test_bits_that_were_checked_are_pulled_row_by_row(make: Maker, small_shapes)
         pending = pending_rows(sheaf, start, record.rows, **about)
         assert pending.take() == encode(record)
         for site, part in whole.sites.items():
-            wanted = [[], [4], [3, 0]]
+            wanted = [[], [4], [0, 3]]
             found = pull_from(site, [(pending.source, np.array(rows, np.int64)) for rows in wanted])
             for rows, bits in zip(wanted, found, strict=True):
                 assert np.array_equal(bits, part.planes[rows].numpy())
         for first, last in ((1, record.rows), (-1, 1)):
             with pytest.raises(GuidanceError, match=f"rows {first} to {last} were asked for"):
-                pull_from(site, [(pending.source, np.array([last, first]))])
+                pull_from(site, [(pending.source, np.array([first, last]))])
         with pytest.raises(GuidanceError, match=r"no bits of site 9\.k"):
             pull_from(Site(9, Kind.K), [(pending.source, np.array([0]))])
     plain, _ = bundle(wholes, wholes)

@@ -271,7 +271,7 @@ def test_bits_are_pulled_for_as_long_as_their_frame_is_kept(store: Store) -> Non
         return
     handle, plain = store.keep("a", frame), store.put("b", b"abcd")
     assert store.get(handle) == b"abcd"
-    assert [bits.tolist() for bits in store.pull(SITE, [(handle, rows(5, 3))])] == [[[[2, 0, 5]], [[2, 0, 3]]]]
+    assert [bits.tolist() for bits in store.pull(SITE, [(handle, rows(3, 5))])] == [[[[2, 0, 3]], [[2, 0, 5]]]]
     with pytest.raises(GuidanceMissing, match="'b' in .* came without bits to pull"):
         store.pull(SITE, [(handle, rows(1)), (plain, rows(5))])
     with pytest.raises(GuidanceMissing, match="lies in store 'elsewhere'"):

@@ -40,6 +40,7 @@ class Sheaf:
     arrival: torch.Event | None = None
     """What a host must wait for before it reads ``data``; see :meth:`arrays`."""
     _arrays: tuple[np.ndarray, np.ndarray] | None = None
+    _kept_arrays: tuple[np.ndarray, ...] = ()
 
     @classmethod
     def new(cls, plan: Plan, table: SiteTable, valid: Tensor) -> Sheaf:
@@ -108,7 +109,8 @@ class Sheaf:
 
         Args:
             site: of the plan.
-            wanted: where a sequence starts and how many rows it has, and rows int64 ``(n,)``, counted from there.
+            wanted: where a sequence starts and how many rows it has, and rows int64 ``(n,)``, ascending,
+                counted from there.
 
         Returns:
             For each sequence uint8 ``(n, vectors, bits * width / 8)``.
@@ -117,15 +119,16 @@ class Sheaf:
             GuidanceError: a row outside of the sequence, or a site that the sheaf lacks.
         """
         self.arrays()  # they have arrived
+        if not self._kept_arrays:
+            self._kept_arrays = tuple(part.numpy() for part in self.kept)
         place = places_of(self.layout.table).get(site) if self.kept else None
         if place is None:
             raise GuidanceError(f"no bits of site {site} were kept under plan {str(self.layout.plan)!r}")
         index, position = place
-        kept, found = self.kept[index][position].numpy(), []
+        kept, found = self._kept_arrays[index][position], []
         for (start, count), rows in wanted:
-            # Without a sign a negative row is a large one.
-            if len(rows) and rows.view(np.uint64).max() >= count:
-                raise GuidanceError(f"rows {rows.min()} to {rows.max()} were asked for of a sequence of {count} rows")
+            if len(rows) and not 0 <= rows[0] <= rows[-1] < count:
+                raise GuidanceError(f"rows {rows[0]} to {rows[-1]} were asked for of a sequence of {count} rows")
             found.append(kept[start : start + count].take(rows, axis=0))
         return found
 

@@ -30,7 +30,7 @@ Data = bytes | bytearray | memoryview
 
 Pull = Callable[[Site, Sequence[tuple[Any, np.ndarray]]], Sequence[np.ndarray]]
 """Hands over bits of a site, of several frames in one call: for each what its frame is known by, and rows int64
-``(n,)``; for each in turn uint8 ``(n, vectors, bits * width / 8)``, on the host."""
+``(n,)``, ascending; for each in turn uint8 ``(n, vectors, bits * width / 8)``, on the host."""
 
 
 class Source(NamedTuple):
@@ -46,7 +46,7 @@ def pull_from(site: Site, wanted: Iterable[tuple[Source, np.ndarray]]) -> list[n
 
     Args:
         site: which site.
-        wanted: sources, and rows int64 ``(n,)`` of each.
+        wanted: sources, and rows int64 ``(n,)``, ascending, of each.
 
     Returns:
         For each source in turn uint8 ``(n, vectors, bits * width / 8)``.
