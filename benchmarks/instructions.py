@@ -122,7 +122,7 @@ BYTES = "*u8"
 SMALL = {
     "codes_ptr": BYTES, "packed_ptr": BYTES, "scales_ptr": BYTES, "planes_ptr": BYTES, "recorded_ptr": BYTES,
     "global_ptr": "*fp32", "new_global_ptr": "*fp32", "rows_ptr": "*i64", "valid_ptr": "*i1", "low_ptr": BYTES,
-    "decode_ptr": "*fp32", "record_ptr": BYTES, "slots_ptr": "*i64", "tickets_ptr": "*i32",
+    "decode_ptr": "*fp32", "kept_ptr": BYTES, "record_ptr": BYTES, "slots_ptr": "*i64", "tickets_ptr": "*i32",
 }  # fmt: skip
 
 
@@ -156,12 +156,15 @@ def rounding() -> list[bool]:
                                constants, 2048, num_warps=4, enable_fp_fusion=False))  # fmt: skip
         for bits, scale_bits, partial in ((1, 8, False), (1, 3, True), (4, 8, False)):
             follow = {"GATED": False, "ORDERED": partial, "PARTIAL": partial, "SCALE_BITS": scale_bits, "BITS": bits,
-                      "CODES": False,
-                      "PACKED": False, "OPERAND": True, "VALUES": False}  # fmt: skip
+                      "KEPT": 0, "CODES": False, "PACKED": False, "OPERAND": True, "VALUES": False}  # fmt: skip
             done.append(report(f"guided {name} r{bits}/s{scale_bits}{' partial' * partial}", guided._quantize_guided,
                                SMALL, shared | follow, 2048, num_warps=2, enable_fp_fusion=False))  # fmt: skip
-        follow = {"GATED": True, "ORDERED": False, "PARTIAL": False, "SCALE_BITS": 8, "BITS": 1, "CODES": False,
-                  "PACKED": False, "OPERAND": True, "VALUES": False}  # fmt: skip
+        follow = {"GATED": False, "ORDERED": False, "PARTIAL": False, "SCALE_BITS": 2, "BITS": 0, "KEPT": 1,
+                  "CODES": False, "PACKED": False, "OPERAND": False, "VALUES": False}  # fmt: skip
+        done.append(report(f"nearest {name} at scales s2, r1 kept", guided._quantize_guided, SMALL, shared | follow,
+                           2048, num_warps=2, enable_fp_fusion=False))  # fmt: skip
+        follow = {"GATED": True, "ORDERED": False, "PARTIAL": False, "SCALE_BITS": 8, "BITS": 1, "KEPT": 0,
+                  "CODES": False, "PACKED": False, "OPERAND": True, "VALUES": False}  # fmt: skip
         done.append(report(f"gate and guided {name} r1", guided._quantize_guided, SMALL, shared | follow, 2048,
                            num_warps=2, enable_fp_fusion=False))  # fmt: skip
         if n.eight:

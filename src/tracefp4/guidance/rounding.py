@@ -9,6 +9,7 @@ which define the result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from tracefp4.formats.packed import Packed
 from tracefp4.guidance.codec import pack_bits
 from tracefp4.guidance.record import SiteRecord
 from tracefp4.kernels.place import Place
+from tracefp4.quantizers.guided import nearest_codes
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.quantizers.residual import channels, terms
 
@@ -179,16 +181,10 @@ def round_recorded(
         pack: return the codes too, two a byte.
         gated: ``x (R, 2 D)`` holds gate and up, and ``silu(gate) * up`` is rounded.
     """
-    if (
-        x.ndim != 2
-        or not has_kernel(x, numerics, gated)
-        or (numerics.scope == "token") != (record.global_scale is not None)
-    ):
+    if not _guided_kernel(x, record, numerics, gated):
         return None
     from tracefp4.kernels import guided
 
-    if not guided.fits(x, rules(numerics), gated):
-        return None
     out = guided.quantize_guided(
         x.detach(), rules(numerics), record.planes.flatten(0, 1).contiguous(), record.scales.flatten(0, 1).contiguous(),
         None if record.global_scale is None else record.global_scale.contiguous(),
@@ -198,3 +194,42 @@ def round_recorded(
     )  # fmt: skip
     packed = None if out.packed is None else Packed(out.packed, out.scales, numerics)
     return Rounding(out.operand, out.values, None, out.scales, out.global_scale, numerics, out.decode, packed)
+
+
+def nearest_planes(x: Tensor, record: SiteRecord, numerics: Numerics, rows: Tensor | None, bits: int) -> Tensor:
+    """Low bits of the codes of ``x (R, D)`` rounded to nearest at recorded scales; no recorded bit counts.
+
+    Args:
+        x: the trainer's values.
+        record: the site's outcomes, on the device of ``x``.
+        numerics: the site's numerics.
+        rows: index of each vector of ``x`` among the recorded ones; ``None`` if they are in order.
+        bits: kept of each code.
+
+    Returns:
+        uint8 ``(R, bits * D / 8)``.
+    """
+    if not _guided_kernel(x, record, numerics):
+        return pack_bits(nearest_codes(x, record.outcome(rows), numerics), bits)
+    from tracefp4.kernels import guided
+
+    scales = record.scales.flatten(0, 1).contiguous()
+    out = guided.quantize_guided(
+        x.detach(), rules(numerics), scales, scales,
+        None if record.global_scale is None else record.global_scale.contiguous(),
+        bits=0, scale_bits=record.scale_bits, rows=rows, vectors=record.shape.vectors, kept=bits,
+    )  # fmt: skip
+    return cast(Tensor, out.planes)
+
+
+def _guided_kernel(x: Tensor, record: SiteRecord, numerics: Numerics, gated: bool = False) -> bool:
+    """Whether a kernel rounds ``x`` as ``record`` says."""
+    if (
+        x.ndim != 2
+        or not has_kernel(x, numerics, gated)
+        or (numerics.scope == "token") != (record.global_scale is not None)
+    ):
+        return False
+    from tracefp4.kernels import guided
+
+    return guided.fits(x, rules(numerics), gated)

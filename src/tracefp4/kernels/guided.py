@@ -3,7 +3,9 @@
 A program takes one vector of the trainer. It reads the vector's recorded bits from their planes, takes the rollout's
 block scales (whole, or restored from their low bits with the help of its own), and writes codes, operands or values.
 A vector without guidance is rounded to nearest with scales of its own by the same program, so a mixed batch needs no
-second pass and no merge. Nothing is unpacked to memory and nothing in fp32 is kept: the gradient is straight-through.
+second pass and no merge. Without recorded bits a vector is rounded to nearest at the rollout's scales, which is how a
+trainer finds bits that it has checks of. Nothing is unpacked to memory and nothing in fp32 is kept: the gradient is
+straight-through.
 """
 
 from __future__ import annotations
@@ -75,10 +77,10 @@ def _larger(a, b):
 @triton.jit
 def _quantize_guided(
     x_ptr, planes_ptr, recorded_ptr, global_ptr, rows_ptr, valid_ptr,
-    codes_ptr, packed_ptr, scales_ptr, new_global_ptr, decode_ptr, operand_ptr, values_ptr,
+    codes_ptr, packed_ptr, scales_ptr, new_global_ptr, decode_ptr, operand_ptr, values_ptr, kept_ptr,
     width, x_stride, vectors,
     TILE: tl.constexpr, GATED: tl.constexpr, ORDERED: tl.constexpr, PARTIAL: tl.constexpr,
-    SCALE_BITS: tl.constexpr, BITS: tl.constexpr,
+    SCALE_BITS: tl.constexpr, BITS: tl.constexpr, KEPT: tl.constexpr,
     CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr,
     BLOCK: tl.constexpr, EIGHT: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
@@ -116,8 +118,11 @@ def _quantize_guided(
 
     z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), E8M0, QUOTIENT)
     signs = signs_under(scale, E8M0)[:, None]
-    low = _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS)
-    code, level = guided(z, low, signs, EIGHT, BITS)
+    if BITS == 0:
+        code, level = nearest(z, signs, EIGHT, TIES, NEGATIVE_ZERO)
+    else:
+        low = _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS)
+        code, level = guided(z, low, signs, EIGHT, BITS)
     top = tl.reduce(tl.abs(z), 1, _larger)  # a NaN before all
     broken = top != top
     if PARTIAL:
@@ -128,8 +133,8 @@ def _quantize_guided(
     tl.store(scales_ptr + row * (width // BLOCK) + block, scale.to(tl.uint8), mask=inside)
     write(
         code, level, scale, decode, row, block, width,
-        codes_ptr, packed_ptr, operand_ptr, values_ptr, codes_ptr,
-        TILE, CODES, PACKED, OPERAND, VALUES, 0, BLOCK, E8M0,
+        codes_ptr, packed_ptr, operand_ptr, values_ptr, kept_ptr,
+        TILE, CODES, PACKED, OPERAND, VALUES, KEPT, BLOCK, E8M0,
     )  # fmt: skip
 
 
@@ -155,6 +160,7 @@ def quantize_guided(
     packed: bool = False,
     operand: bool = False,
     values: torch.dtype | None = None,
+    kept: int = 0,
 ) -> Fused:
     """Round ``x (R, D)`` as the recorded outcomes of ``T`` token rows say, decoder ``bracket``.
 
@@ -164,7 +170,7 @@ def quantize_guided(
         planes: uint8 ``(T * vectors, bits * D / 8)``, contiguous.
         recorded: uint8 ``(T * vectors, n)``: whole scale bytes, or planes of their low bits; contiguous.
         global_scale: float32 with ``T * vectors`` entries under scope ``token``, else ``None``.
-        bits: recorded bits of each code, 1 to 4.
+        bits: recorded bits of each code, 1 to 4; 0 rounds to nearest at the recorded scales.
         scale_bits: 8, 3 or 2.
         rows: int64 ``(R,)``: index of each vector of ``x`` among the recorded ones; ``None`` if they are in order.
         valid: bool ``(T,)``: token rows that have guidance; the others are rounded on their own. ``None``: all have.
@@ -174,6 +180,7 @@ def quantize_guided(
         packed: write them two a byte, if they are of E2M1.
         operand: write exact bfloat16 operands.
         values: write dequantized values in this dtype.
+        kept: write planes of so many low bits of each code.
 
     Returns:
         ``scales`` and ``global_scale`` (with its decode form) as used, and what was asked for. A block with a NaN has
@@ -186,17 +193,17 @@ def quantize_guided(
         x = x.contiguous()
     count, width = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
 
-    out = allocate(x, x.shape[:1], width, rules, codes, packed, operand, values, 0)
+    out = allocate(x, x.shape[:1], width, rules, codes, packed, operand, values, kept)
     if rules.scope == "token":
         out.decode = torch.empty((count, 1), dtype=torch.float32, device=x.device)
     tile, none = tile_of(width, rules), out.scales
     _quantize_guided[(count, cdiv(width // rules.block, tile))](
         x, planes, recorded, *(given_or(t, none) for t in (global_scale, rows, valid, out.codes, out.packed)),
         out.scales,
-        *(given_or(t, none) for t in (out.global_scale, out.decode, out.operand, out.values)),
+        *(given_or(t, none) for t in (out.global_scale, out.decode, out.operand, out.values, out.planes)),
         width, x.stride(0), vectors,
         TILE=tile, GATED=gated, ORDERED=rows is not None, PARTIAL=valid is not None,
-        SCALE_BITS=scale_bits, BITS=bits,
+        SCALE_BITS=scale_bits, BITS=bits, KEPT=kept,
         CODES=codes, PACKED=packed, OPERAND=operand, VALUES=values is not None,
         **rules.constants(), num_warps=warps_of(tile * rules.block), enable_fp_fusion=False,
     )  # fmt: skip

@@ -32,10 +32,10 @@ from torch import Tensor
 from tracefp4.core import Site
 from tracefp4.errors import GuidanceCorrupt, GuidanceMissing
 from tracefp4.formats.numerics import Numerics
-from tracefp4.guidance.codec import code_checks, pack_bits
+from tracefp4.guidance.codec import code_checks
 from tracefp4.guidance.record import SiteRecord
+from tracefp4.guidance.rounding import nearest_planes
 from tracefp4.guidance.store import Source, pull_from
-from tracefp4.quantizers.guided import nearest_codes
 from tracefp4.training.ranks import ALONE, Ranks
 
 
@@ -110,7 +110,7 @@ class Pulls:
         checks = record.code_checks
         if checks is None or record.bits:
             return
-        own = pack_bits(nearest_codes(x, record.outcome(rows), numerics), self.bits)
+        own = nearest_planes(x, record, numerics, rows, self.bits)
         if rows is not None:
             ordered = torch.empty_like(own)
             ordered[rows] = own
