@@ -129,6 +129,8 @@ def _train(options: Options) -> Callable[[str], AbstractContextManager[Work]]:
             )  # fmt: skip
             if any(bench_train.ARMS[arm].guided for arm in options.arms):
                 made[0].record()
+            if any(bench_train.ARMS[arm].checked for arm in options.arms):
+                made[0].record_checked()
         with made[0].step(bench_train.ARMS[name]) as step:
             work = _repeated(step, options.device)
             work(options.warmup)

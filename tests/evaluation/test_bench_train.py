@@ -54,6 +54,17 @@ def test_guided_arms_follow_what_was_recorded(case, monkeypatch) -> None:
     assert any(not torch.equal(grad, after[name]) for name, grad in before.items())
 
 
+def test_the_checked_arm_pulls_and_leaves_the_weights(case, monkeypatch) -> None:
+    monkeypatch.setattr(bench_train, "NOISE", 0.02)
+    before = [p.detach().clone() for p in case.model.parameters()]
+    case.record_checked()
+    assert all(torch.equal(p, old) for p, old in zip(case.model.parameters(), before, strict=True))
+    checked = _gradients(case, "fp4 checked", monkeypatch)
+    assert case.pulled is not None and 0 < case.pulled.share <= 1
+    guided = _gradients(case, "fp4 guided", monkeypatch)
+    assert case.pulled is None and any(not torch.equal(grad, checked[name]) for name, grad in guided.items())
+
+
 def test_a_run_lists_every_arm_and_counts_parameters(monkeypatch) -> None:
     monkeypatch.setitem(bench_train.SHAPES, "small", SMALL)
     monkeypatch.setitem(bench_train.SIZES, "small", (2, 6))

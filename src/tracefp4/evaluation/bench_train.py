@@ -3,8 +3,9 @@
 A step is what :class:`~tracefp4.rl.update.Updater` does with its micro-batches, without rewards and metrics: collate
 (which stages guidance from the host), forward, log-probs, backward, gradients added in FP32; after the last micro-batch
 AdamW. Weights are random and so are tokens and routes, the same in all arms; guidance is what the model itself would
-have recorded, held as decoded frames. ``transformers`` is the same step of the model as transformers runs it, with its
-grouped products: the bfloat16 arm must not be slower than that.
+have recorded, held as decoded frames. The checked arm follows a model whose weights differ by a thousandth, so that
+some checks fail and bits are pulled; its line says how many. ``transformers`` is the same step of the model as
+transformers runs it, with its grouped products: the bfloat16 arm must not be slower than that.
 
 The bound is not from bytes alone: ``flops / (rate of a large bfloat16 product in this run) + bytes / bandwidth``, with
 the bytes of weights, gradients and optimizer, which no product hides, and none of activations.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,7 +35,8 @@ from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.blocks import BLOCKS
 from tracefp4.guidance.frame import Expectation, decode, encode
-from tracefp4.guidance.record import Record, SiteRecord, token_hash
+from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.record import Record, SiteRecord, restrict, token_hash
 from tracefp4.guidance.runs import SiteRuns
 from tracefp4.models.binding import bound
 from tracefp4.models.layout import ModelLayout, describe
@@ -44,6 +46,7 @@ from tracefp4.training.graphs import DecoderGraphs, refusal
 from tracefp4.training.observe import Observer
 from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import recompute_layers, score_tokens
+from tracefp4.training.pulls import PullCounts
 from tracefp4.training.sites import TrainerSites
 from tracefp4.training.weights import Cache, WeightOperands
 
@@ -91,6 +94,8 @@ class Arm:
 
     spec: str = SPEC
     guided: bool = False
+    checked: bool = False
+    """Guided by checks of bits, and bits that are pulled where one fails."""
     cache: Cache = "widened"
     bound: bool = True
     """Through our site objects; else as transformers has it."""
@@ -101,9 +106,12 @@ ARMS: dict[str, Arm] = {
     "transformers": Arm("bf16", bound=False),
     "fp4 qat": Arm(),
     "fp4 guided": Arm(guided=True),
+    "fp4 checked": Arm(guided=True, checked=True),
     "fp4 guided, packed weights": Arm(guided=True, cache="packed"),
 }
-"""By name; guided arms follow ``r1-all+mid``."""
+"""By name; guided arms follow ``r1-all+mid``, the checked one ``c1-all+mid``."""
+NOISE = 1e-3
+"""Relative difference of the weights that the checked arm is guided by."""
 
 
 @dataclass(slots=True)
@@ -137,6 +145,10 @@ class Case:
     device: torch.device
     recompute: bool = False
     """Layers are recomputed in the backward pass."""
+    checked: dict[int, Record] = field(default_factory=dict)
+    """Guidance of the checked arm, by example."""
+    pulled: PullCounts | None = None
+    """What the last step pulled."""
 
     @property
     def tokens(self) -> int:
@@ -162,6 +174,24 @@ class Case:
 
     def record(self) -> None:
         """Give every example the guidance that its own forward pass records, a sequence at a time."""
+        for example, record in self._records():
+            example.record = self._through_a_frame(record)
+
+    def record_checked(self) -> None:
+        """Keep checks of what a slightly different model records for every example."""
+        params = list(self.model.parameters())
+        own = [p.detach().clone() for p in params]
+        plan, shapes = Plan.parse("c1-all+mid"), self.layout.site_shapes(get_spec(SPEC))
+        with torch.no_grad():
+            for p in params:
+                p.mul_(1.0 + NOISE * torch.randn_like(p, dtype=torch.float32))
+            for example, record in self._records():
+                cut = restrict(record, plan, shapes, self.layout.num_layers)
+                self.checked[example.index] = replace(self._through_a_frame(cut), source=cut.source)
+            for p, kept in zip(params, own, strict=True):
+                p.copy_(kept)
+
+    def _records(self) -> Iterator[tuple[Example, Record]]:
         spec = get_spec(SPEC)
         sites = TrainerSites(self.layout, spec)
         with bound(self.model, sites), torch.no_grad():
@@ -171,16 +201,18 @@ class Case:
                     with sites.batch(batch, observer=recorder):
                         score_tokens(self.model, batch)
                     valid = torch.ones(example.rows, dtype=torch.bool)
-                    record = Record(
-                        "r1-all+mid",
-                        token_hash(example.tokens),
-                        spec.hash,
-                        0,
-                        example.rows,
-                        valid,
-                        SiteRuns.of(recorder.sites),
+                    yield (
+                        example,
+                        Record(
+                            "r1-all+mid",
+                            token_hash(example.tokens),
+                            spec.hash,
+                            0,
+                            example.rows,
+                            valid,
+                            SiteRuns.of(recorder.sites),
+                        ),
                     )
-                    example.record = self._through_a_frame(record)
 
     @staticmethod
     def _through_a_frame(record: Record) -> Record:
@@ -215,10 +247,12 @@ class Case:
                     (-score_tokens(self.model, batch, graphs=graphs).logprobs.sum() / total).backward()
             self.optimizer.collect()
         self.optimizer.step()
+        self.pulled = None if sites is None else sites.pulled.take()
 
     def collate(self, group: list[Example], arm: Arm) -> MicroBatch:
         """A micro-batch as the arm sees it: with guidance or without."""
-        kept = group if arm.guided else [Example(e.tokens, 1, index=e.index, routes=e.routes) for e in group]
+        records = [self.checked[e.index] if arm.checked else e.record if arm.guided else None for e in group]
+        kept = [replace(example, record=record) for example, record in zip(group, records, strict=True)]
         return collate(kept, self.device)
 
 
@@ -248,6 +282,8 @@ def bench_train(
         case = Case.make(shape, batch, length, bench.device, recompute=recompute)
         if any(ARMS[arm].guided for arm in arms):
             case.record()
+        if any(ARMS[arm].checked for arm in arms):
+            case.record_checked()
         flops = step_flops(shape, MICRO_BATCHES * batch * length, length, 4 if recompute else 3)
         nbytes = step_bytes(shape)
         bound_us = 1e6 * (flops / rate + nbytes / bench.bandwidth)
@@ -259,6 +295,7 @@ def bench_train(
                 bench.fail(title, arm, error)
                 continue
             detail = f"{flops / seconds / 1e12:.3g} TFLOP/s, peak {peak / 2**30:.3f} GiB"
+            detail += "" if case.pulled is None else f", {case.pulled.share:.1%} pulled"
             bench.keep(Row(title, arm, 1e6 * seconds, "us", bound_us, detail=detail))
         del case
 
