@@ -129,14 +129,15 @@ class DecoderGraphs:
         self._renewal = Repeated(self._capture)
         self.failure: str | None = None
         """Why there are no graphs; everything is computed step by step since."""
+        self._said: set[str] = set()
         self.beside: Tensor | None = None
         """The loss beside the last hidden states; ``None`` where those were computed step by step."""
 
     def hidden(self, input_ids: Tensor, real: Tensor) -> Tensor | None:
         """Last hidden states ``(B, S, H)`` of the micro-batch that is attached to the sites.
 
-        ``None`` where it has to be computed step by step: gradients are off, an observer is there, or the batch is
-        larger than a micro-batch.
+        ``None`` where it has to be computed step by step: gradients are off, an observer is there, bits are pulled, or
+        the batch is larger than a micro-batch.
 
         Args:
             input_ids: ``(B, S)`` int64.
@@ -147,7 +148,8 @@ class DecoderGraphs:
         if size is None or self.failure or sites.observer is not None or not torch.is_grad_enabled():
             return None
         if sites.guidance is not None and sites.guidance.pulls is not None:
-            return self._give_up("bits of a checked plan are pulled while a layer runs")
+            self._say("bits of a checked plan are pulled while a layer runs")
+            return None
         self.renew()
         if self.failure:
             return None
@@ -184,7 +186,12 @@ class DecoderGraphs:
 
     def _give_up(self, why: str) -> None:
         self.failure = why
-        warnings.warn(f"training goes on without CUDA graphs: {why}", RuntimeWarning, stacklevel=3)
+        self._say(why)
+
+    def _say(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            warnings.warn(f"training goes on without CUDA graphs: {why}", RuntimeWarning, stacklevel=4)
 
     def _reads(self) -> Hashable:
         """What graphs read from fixed addresses."""
