@@ -147,9 +147,11 @@ class Pulls:
 
     def _note(self, site: Site, wrong: Tensor) -> None:
         """Send a verdict to the host without waiting for it."""
-        cuda = wrong.device.type == "cuda"
-        wrong = wrong.to("cpu", non_blocking=cuda)
-        self._verdicts.append(_Verdict(site, wrong, torch.cuda.current_stream().record_event() if cuda else None))
+        if wrong.device.type != "cuda":
+            self._verdicts.append(_Verdict(site, wrong.cpu(), None))
+            return
+        there = wrong.to("cpu", non_blocking=True)  # pinned
+        self._verdicts.append(_Verdict(site, there, torch.cuda.current_stream(wrong.device).record_event()))
 
     def _pull(self, record: SiteRecord, failed: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
         """Bits of rows ``failed`` int64 ``(n,)``, ascending, of the micro-batch.
