@@ -10,11 +10,12 @@ import torch
 
 from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.formats import blocks, e4m3
-from tracefp4.formats.fused import rules
+from tracefp4.formats.fused import has_kernel, rules
 from tracefp4.formats.numerics import get_numerics
 from tracefp4.guidance.codec import pack_bits, pack_scales, unpack_bits
 from tracefp4.guidance.record import SiteRecord
 from tracefp4.guidance.rounding import nearest_planes
+from tracefp4.kernels.runtime import SWITCH
 from tracefp4.quantizers.guided import Outcome, choose, choose_eight, nearest_codes, quantize_guided
 
 pytestmark = pytest.mark.usefixtures("plain_code")
@@ -116,9 +117,11 @@ def test_rows_in_another_order_and_rows_without_guidance(name, device, make_valu
         assert same(found.global_scale, torch.where(pick, guided.global_scale, own.global_scale)[order])
 
 
-@pytest.mark.parametrize("name, scale_bits", list(zip(NAMES, (8, 3, 2, 8, 3, 2), strict=True)))
+@pytest.mark.parametrize(
+    "name, scale_bits", list(zip([*NAMES, "mxfp8", "mxfp8"], (8, 3, 2, 8, 3, 2, 8, 2), strict=True))
+)
 @pytest.mark.parametrize("bits", [1, 2, 4])
-def test_bits_of_the_nearest_codes_at_recorded_scales(name, scale_bits, bits, device, make_values, same):
+def test_bits_of_the_nearest_codes_at_recorded_scales(name, scale_bits, bits, device, make_values, same, monkeypatch):
     n = get_numerics(name)
     for kind in ("wide", "ties", "edges"):
         x = make_values(8, 96, kind, seed=bits)
@@ -128,9 +131,12 @@ def test_bits_of_the_nearest_codes_at_recorded_scales(name, scale_bits, bits, de
         record = SiteRecord(shape, planes.view(4, 2, -1)[..., :0], scales.view(4, 2, -1), g, None, scale_bits)
         expected = pack_bits(nearest_codes(x, outcome, n), bits)
         order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
-        there = record.to(device)
-        assert same(nearest_planes(x.to(device), there, n, None, bits), expected)
-        assert same(nearest_planes(x[order].to(device), there, n, order.to(device), bits), expected[order])
+        there, there_x = record.to(device), x.to(device)
+        with monkeypatch.context() as patch:
+            patch.setenv(SWITCH, "triton")
+            assert has_kernel(there_x, n)
+            assert same(nearest_planes(there_x, there, n, None, bits), expected)
+            assert same(nearest_planes(x[order].to(device), there, n, order.to(device), bits), expected[order])
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
