@@ -44,24 +44,25 @@ def bench_qat(bench: Bench, rows: int = 16384, width: int = 2048) -> None:
     values = rows * width
     outs = [torch.empty_like(x) for x in xs]
     bench.add("round", "bf16", [lambda o=o, x=x: o.copy_(x) for o, x in zip(outs, xs, strict=True)], 4 * values, "copy")
-    for name in ("nvfp4-te", "nvfp4-pow2", "mxfp4-ceil"):
+    for name in ("nvfp4-te", "nvfp4-pow2", "mxfp4-ceil", "mxfp8"):
         n = get_numerics(name)
+        arm = f"{'fp4' if n.element == 'e2m1' else 'fp8'} {name}"
         moved = values * (4 + 1 / n.block)
         for bits in (0, 1, 4):
             label = f"round r{bits}" if bits else "round"
             works: list[Work] = [lambda x=x, n=n, b=bits: round_nearest(x, n, b).operand for x in xs]
-            bench.add(label, f"fp4 {name}", works, moved + values * bits / 8)
+            bench.add(label, arm, works, moved + values * bits / 8)
         q = quantize(xs[0], n)
         for bits, scale_bits in ((1, 8), (1, 3), (4, 8)):
             shape = SiteShape(Site(0, Kind.EXPERTS_IN), 1, width, n.block, n.token_scale)
             g = None if q.global_scale is None else q.global_scale
             record = SiteRecord.pack(shape, q.codes[:, None], q.scales[:, None], g, bits, scale_bits)
             if round_recorded(xs[0], record, n, None, None) is None:
-                bench.fail(f"guided r{bits}/s{scale_bits}", f"fp4 {name}", f"no kernel on {bench.device}")
+                bench.fail(f"guided r{bits}/s{scale_bits}", arm, f"no kernel on {bench.device}")
                 continue
             follow: list[Work] = [lambda x=x, r=record, n=n: round_recorded(x, r, n, None, None) for x in xs]
             moved_guided = values * (4 + bits / 8 + 1 / n.block + scale_bits / 8 / n.block)
-            bench.add(f"guided r{bits}/s{scale_bits}", f"fp4 {name}", follow, moved_guided)
+            bench.add(f"guided r{bits}/s{scale_bits}", arm, follow, moved_guided)
         outcome = record.outcome()
         eager: list[Work] = [lambda n=n, o=outcome: quantize_guided(xs[0], o, n).operand()]
         bench.add("guided r4/s8", f"tensors {name}", eager, None, "codes by table, not fused")
