@@ -145,13 +145,16 @@ def collate(examples: Sequence[Example], device: torch.device, pad_id: int = 0) 
     Raises:
         GuidanceMismatch: a record, its routes or its log-probs do not have one entry for each row or response token.
     """
+    for e in examples:
+        _check(e)
     batch, width = len(examples), max(e.rows for e in examples)
+    # First, because its copies go on while the host lays out everything else.
+    guidance = _stack_guidance(examples, width, device)
     ids = torch.full((batch, width), pad_id, dtype=torch.int64)
     targets = torch.full((batch, width), pad_id, dtype=torch.int64)
     response, real = torch.zeros(batch, width, dtype=torch.bool), torch.zeros(batch, width, dtype=torch.bool)
     logprobs, advantages = torch.zeros(batch, width), torch.zeros(batch, width)
     for b, e in enumerate(examples):
-        _check(e)
         tokens = torch.tensor(e.tokens, dtype=torch.int64)
         ids[b, : e.rows], targets[b, : e.rows] = tokens[:-1], tokens[1:]
         real[b, : e.rows] = True
@@ -159,9 +162,10 @@ def collate(examples: Sequence[Example], device: torch.device, pad_id: int = 0) 
         advantages[b, e.prompt_length - 1 : e.rows] = e.advantage
         if e.rollout_logprobs:
             logprobs[b, e.prompt_length - 1 : e.rows] = torch.tensor(e.rollout_logprobs)
-    positions = torch.arange(width).expand(batch, width)
+    positions, places = torch.arange(width).expand(batch, width), response.flatten().nonzero().squeeze(-1)
+    routes = _stack_routes(examples, width, device)
     move = {"device": device, "non_blocking": True}
-    return MicroBatch(
+    made = MicroBatch(
         input_ids=ids.to(**move),
         position_ids=positions.to(**move),
         targets=targets.to(**move),
@@ -171,11 +175,14 @@ def collate(examples: Sequence[Example], device: torch.device, pad_id: int = 0) 
         advantages=advantages.to(**move),
         index=tuple(e.index for e in examples),
         lengths=tuple(e.rows for e in examples),
-        places=response.flatten().nonzero().squeeze(-1).to(**move),
-        guidance=_stack_guidance(examples, width, device),
-        routes=_stack_routes(examples, width, device),
+        places=places.to(**move),
+        guidance=guidance,
+        routes=routes,
         top=_stack_top(examples, device),
     )
+    if guidance is not None and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # nobody keeps the frames after this
+    return made
 
 
 def filler(device: torch.device) -> MicroBatch:
@@ -241,8 +248,9 @@ def _stack_guidance(examples: Sequence[Example], width: int, device: torch.devic
         if e.record is not None:
             guided[b, : e.rows] = e.record.valid
         complete = complete and bool(guided[b, : e.rows].all())
+    rows = guided.flatten().to(device, non_blocking=True)
     sites = stack_sites([e.record for e in examples], known, width, device)
     pulls, plan, count = None, Plan.parse(known.plan), int(guided.sum())
     if plan.checked:
         pulls = Pulls(plan.bits, [None if e.record is None else e.record.source for e in examples], width, count)
-    return GuidedRows(guided.flatten().to(device, non_blocking=True), complete, count, sites, pulls)
+    return GuidedRows(rows, complete, count, sites, pulls)

@@ -9,7 +9,8 @@ layers there are and sequences side by side, and once the buffer is on the devic
 
 For a GPU the buffer lies in pinned memory, from which the copy runs while the host goes on. Records that are frames in
 pinned memory need no such work of the host: the frames are copied as they are, and a kernel takes them apart
-(:mod:`tracefp4.kernels.stack`).
+(:mod:`tracefp4.kernels.stack`). Nothing here waits for the device, so the host can do other work meanwhile; whoever has
+the records must keep them until the device is through.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def stack_sites(records: Sequence[Record | None], like: Record, width: int, devi
 
     Returns:
         For each site of ``like`` a record of ``B * width`` rows, its checks ``(B, ceil(width / 16))``. Padding and
-        sequences without guidance hold zeros, and global scales of 1.
+        sequences without guidance hold zeros, and global scales of 1. On a GPU the copies may still be under way on the
+        current stream: keep ``records`` until it is through.
 
     Raises:
         GuidanceMismatch: the records are of different sites.
@@ -133,21 +135,22 @@ def _stack_frames(
         for (place, fill), room in zip(filled, rooms, strict=True)
     ]
     sources = np.zeros((len(filled), len(bodies), 3), np.int64)
-    ends = np.cumsum([0 if body is None else align(len(body.frame)) for body in bodies])
-    frames = torch.empty(int(ends[-1]), dtype=torch.uint8, device=device)
+    room, begins = 0, [0] * len(bodies)
     for b, body in enumerate(bodies):
         if body is None:
             continue
-        end = int(ends[b])
-        begin = end - align(len(body.frame))
-        frames[begin : begin + len(body.frame)].copy_(body.frame, non_blocking=True)
+        begins[b] = room
         for s, strip in enumerate(strips(body.layout)):
-            sources[s, b] = begin + body.start + strip.start, strip.step, strip.length
+            sources[s, b] = room + body.start + strip.start, strip.step, strip.length
+        room += align(len(body.frame))
+    # Before the frames: a copy from memory that is not pinned waits for those in front of it.
     tables = (torch.from_numpy(sources).to(device), torch.tensor(targets, dtype=torch.int64).to(device))
+    frames = torch.empty(room, dtype=torch.uint8, device=device)
+    for begin, body in zip(begins, bodies, strict=True):
+        if body is not None:
+            frames[begin : begin + len(body.frame)].copy_(body.frame, non_blocking=True)
     out = torch.empty(size, dtype=torch.uint8, device=device)
     stack(frames, *tables, out, max(place.shape[0] for place, _ in filled), max(rooms))
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # nobody keeps the frames after this
     return out
 
 
