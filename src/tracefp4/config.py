@@ -247,6 +247,8 @@ class Config(_Table):
     measurement."""
     decoder: Literal["bracket", "nearest", "map", "replay"] = "bracket"
     """How guided rounding reads the recorded bits."""
+    key_basis: Literal["plain", "rotated", "centred", "centred-rotated"] = "plain"
+    """What is done to keys before they are rounded to FP4: shifted by their mean, turned, both. Engine ``embedded``."""
     engine: str = "embedded"
     """Rollout engine."""
     steps: int = Field(default=100, ge=0)

@@ -18,6 +18,7 @@ from tracefp4.guidance import frame
 from tracefp4.guidance.auto import LARGEST
 from tracefp4.guidance.late_store import Shipping
 from tracefp4.methods import METHODS
+from tracefp4.models.key_basis import basis_of
 from tracefp4.rl import run as run_module
 from tracefp4.rl.collect import digest_experience, guidance_size, make_requests, sampling_params, score
 from tracefp4.rl.run import Run
@@ -392,6 +393,7 @@ def test_a_changed_weight_changes_the_digest(make_run: MakeRun) -> None:
         ("train.lag=1,train.guided_lag=1,plan=r1-all/s2", "use plan 'r1-all'"),
         ("train.lag=1,plan=auto:99", "changes as training goes"),
         ("engine=vllm,plan=c1-all/s2", "engine 'vllm' does not serve; use plan 'r1-all/s2'"),
+        ("engine=vllm,key_basis=rotated", "engine 'vllm' stores keys as they are"),
         ("decoder=replay", "'r4-all\\+mid'"),
         ("correction.reject=vetoo", "did you mean 'veto'"),
         ("correction.low=9", "not below correction.high"),
@@ -580,6 +582,20 @@ def test_other_specs_train_with_the_sites_they_have(make_run: MakeRun, spec: str
     per_token = frame.bytes_per_token(run.plan, run.guided_shapes, run.layout.num_layers)  # type: ignore[arg-type]
     assert any(f"{per_token:.0f} B a token" in line for line in said)
     assert trained[0]["guidance/bytes_per_token"] > per_token
+
+
+@pytest.mark.parametrize("name", ["rotated", "centred-rotated"])
+def test_engine_and_trainer_store_keys_in_one_basis(make_run: MakeRun, name: str) -> None:
+    settings = ("spec=nvfp4-kv4", "steps=1", "eval.items=0", "train.unguided_every=1")
+    (plain,), (turned,) = (_train(make_run(*settings, f"key_basis={n}", folder=n)) for n in ("plain", name))
+    assert turned["guidance/coverage"] == 1.0
+    assert turned["mismatch_kl/mean"] < 0.1 * turned["mismatch_kl_unguided/mean"]
+    assert turned["mismatch_kl_unguided/mean"] != plain["mismatch_kl_unguided/mean"]
+
+
+def test_a_policy_whose_keys_are_not_rounded_has_no_basis(make_run: MakeRun) -> None:
+    run = make_run("method=bf16", "key_basis=centred-rotated", "steps=1", "eval.items=0")
+    assert all(basis_of(run.model.get_submodule(path)) is None for path in run.layout.attentions.values())
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])

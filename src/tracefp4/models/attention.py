@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tracefp4.errors import ModelError
 from tracefp4.models import opaque
 from tracefp4.models.experts import NAME, refuse_autocast, site_of
+from tracefp4.models.key_basis import basis_of
 from tracefp4.models.sites import AttentionSite
 
 QUERY_BLOCK = 512
@@ -75,6 +76,9 @@ def attention_forward(
             f"{name}: {key.shape[2]} keys for {query.shape[2]} queries; pass use_cache=False, sites keep their own"
         )
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    basis = basis_of(module)
+    if basis is not None:
+        query, key = basis.queries(query), basis.keys(key)
     if compiling:
         return opaque.attend(query, key, value, getattr(module, opaque.KEY), factor, sliding_window, s_aux), None
     site: AttentionSite = site_of(module)

@@ -46,6 +46,7 @@ from tracefp4.rl.collect import Experience, digest_experience, guidance_size, ma
 from tracefp4.rl.description import describe_run
 from tracefp4.rl.evaluate import evaluate
 from tracefp4.rl.journal import Journal, NoJournal, make_tracker
+from tracefp4.rl.keys import prepare_keys
 from tracefp4.rl.plans import choose_measured, first_plan, spread, unbound_copy
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
@@ -106,6 +107,7 @@ class Run:
         if self.source.get("upcycling") and config.warm_start.steps:
             found = check_routers(self.model, self.task, self.prompter, (config.seed, "routers"))
             note(f"routers: {found}")
+        prepare_keys(config, self.model, self.rollout_spec, self.task, self.prompter)
         self.step = self.version = 0
         self.backlog: deque[Experience] = deque()
         """Batches that wait to be trained on: ``train.lag`` of them."""

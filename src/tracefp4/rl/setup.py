@@ -101,6 +101,8 @@ def check_training(config: Config) -> None:
             f"correction.low = {config.correction.low} is not below correction.high = {config.correction.high}"
         )
     check_centering(config)
+    if config.key_basis != "plain" and config.engine != "embedded":
+        raise ConfigError(f"engine {config.engine!r} stores keys as they are; set key_basis = 'plain'")
     method = get_method(config.method)
     deployed = method.rollout_spec(get_spec(config.spec, config.numerics))
     if config.rollout.refit == "packed" and deployed.weights is None:
