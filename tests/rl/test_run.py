@@ -21,6 +21,7 @@ from tracefp4.methods import METHODS
 from tracefp4.models.key_basis import KeyBasis, basis_of, set_basis
 from tracefp4.rl import run as run_module
 from tracefp4.rl.collect import digest_experience, guidance_size, make_requests, sampling_params, score
+from tracefp4.rl.policies import load_named
 from tracefp4.rl.run import Run
 from tracefp4.rl.update import Tally
 from tracefp4.training.batch import MicroBatch, collate
@@ -592,6 +593,17 @@ def test_engine_and_trainer_store_keys_in_one_basis(make_run: MakeRun, name: str
         set_basis(other.model.get_submodule(path), KeyBasis(None, None))  # the engine has a copy with its own
     (one,), (apart,) = _train(run), _train(other)
     assert one["mismatch_kl/mean"] < 0.1 * apart["mismatch_kl/mean"]
+
+
+def test_the_policy_of_a_run_is_loaded_with_its_basis(make_run: MakeRun) -> None:
+    run = make_run("method=qat", "key_basis=centred-rotated", "steps=1", "eval.items=0")
+    _train(run)
+    run.save()
+    loaded = load_named(str(run.folder), "cpu").model
+    for path in run.layout.attentions.values():
+        own, found = basis_of(run.model.get_submodule(path)), basis_of(loaded.get_submodule(path))
+        assert own is not None and found is not None and own.centre is not None and own.turn is not None
+        assert torch.equal(found.centre, own.centre) and torch.equal(found.turn, own.turn)
 
 
 def test_a_policy_whose_keys_are_not_rounded_has_no_basis(make_run: MakeRun) -> None:

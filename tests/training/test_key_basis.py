@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from tracefp4.core import Kind, Site
+from tracefp4.errors import CheckpointError
 from tracefp4.formats.spec import get_spec
 from tracefp4.models.binding import bound
-from tracefp4.models.key_basis import basis_of
+from tracefp4.models.key_basis import KeyBasis, basis_of, set_basis
 from tracefp4.models.layout import describe
 from tracefp4.rl.policies import load_named
 from tracefp4.training.batch import Example, collate
-from tracefp4.training.key_basis import store_keys
+from tracefp4.training.key_basis import FILE, read_bases, store_keys, write_bases
 from tracefp4.training.policy import token_logprobs
 from tracefp4.training.sites import TrainerSites
 
@@ -70,3 +71,24 @@ def test_the_centre_is_the_mean_over_real_rows_however_they_are_batched(policy) 
         assert basis is not None and basis.centre is not None and basis.turn is None
         expected = torch.cat(seen[Site(layer, Kind.K)]).mean(0)
         assert torch.allclose(basis.centre.squeeze(1), expected, atol=1e-4)
+
+
+def test_bases_are_written_and_read_again(policy, tmp_path) -> None:
+    model, again = copy.deepcopy(policy), copy.deepcopy(policy)
+    layout, file = describe(policy), tmp_path / FILE
+    write_bases(model, layout, file)
+    assert not file.exists()
+    read_bases(again, layout, file)
+    store_keys(model, layout, "centred-rotated", examples(4), 64)
+    write_bases(model, layout, file)
+    read_bases(again, layout, file)
+    assert torch.equal(scores(model, "nvfp4-kv4"), scores(again, "nvfp4-kv4"))
+
+
+def test_bases_of_another_model_are_refused(policy, tmp_path) -> None:
+    model, layout, file = copy.deepcopy(policy), describe(policy), tmp_path / FILE
+    path = layout.attentions[0]
+    set_basis(model.get_submodule(path), KeyBasis(None, torch.eye(layout.head_dim * 2)))
+    write_bases(model, layout, file)
+    with pytest.raises(CheckpointError, match="basis of layer 0 is of heads of another size"):
+        read_bases(copy.deepcopy(policy), layout, file)

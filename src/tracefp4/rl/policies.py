@@ -8,9 +8,11 @@ from tracefp4 import config as settings
 from tracefp4.config import Config
 from tracefp4.errors import CheckpointError, ConfigError
 from tracefp4.models.directory import LoadedModel
+from tracefp4.models.layout import describe
 from tracefp4.models.loading import load_model
 from tracefp4.rl.setup import resolve_device
 from tracefp4.training import checkpoint
+from tracefp4.training.key_basis import FILE, read_bases
 
 
 def is_run(name: str) -> bool:
@@ -49,4 +51,5 @@ def load_policy(name: str, config: Path | None, overrides: tuple[str, ...], devi
             raise CheckpointError(f"run {name!r} has no complete checkpoint")
         weights, _, _ = checkpoint.load(found[-1])
         checkpoint.restore(loaded.model, weights, f"checkpoint {found[-1]}")
+        read_bases(loaded.model, describe(loaded.model), folder / FILE)
     return tree, loaded

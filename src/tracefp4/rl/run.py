@@ -58,6 +58,7 @@ from tracefp4.rl.update import GuidanceSource, Updater
 from tracefp4.rl.warm_start import WarmStart, warm_start
 from tracefp4.rollout.registry import make_engine
 from tracefp4.training import checkpoint
+from tracefp4.training.key_basis import FILE, write_bases
 from tracefp4.training.optimizer import MasterAdamW
 from tracefp4.training.policy import recompute_layers
 from tracefp4.training.ranks import ALONE, Ranks
@@ -105,8 +106,7 @@ class Run:
         with ranks.first_before_others():
             self.start = self._warm_start(warm_progress)
         if self.source.get("upcycling") and config.warm_start.steps:
-            found = check_routers(self.model, self.task, self.prompter, (config.seed, "routers"))
-            note(f"routers: {found}")
+            note(f"routers: {check_routers(self.model, self.task, self.prompter, (config.seed, 'routers'))}")
         prepare_keys(config, self.model, self.rollout_spec, self.task, self.prompter)
         self.step = self.version = 0
         self.backlog: deque[Experience] = deque()
@@ -230,6 +230,7 @@ class Run:
             return NoJournal()
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        write_bases(self.model, self.layout, self.folder / FILE)
         if self.step == 0 and (self.folder / "metrics.jsonl").exists():
             self.note(f"{self.folder} holds a run without a checkpoint; it starts anew and its record is replaced")
         tracker = make_tracker(config.tracker, self.folder, config.model_dump(mode="json"))

@@ -1,23 +1,32 @@
-"""Finds the basis in which a policy's keys are stored (:mod:`tracefp4.models.key_basis`)."""
+"""Finds the basis in which a policy's keys are stored (:mod:`tracefp4.models.key_basis`), and keeps it.
+
+A basis belongs to a run as the warm start does: it is found once, of the warm-started policy, and stays. The run's
+folder has it in a file of its own, so that whatever loads a checkpoint deploys what was trained.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tracefp4.core import Kind, Site
-from tracefp4.errors import ConfigError
+from tracefp4.errors import CheckpointError, ConfigError
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import get_spec
 from tracefp4.models.binding import bound
-from tracefp4.models.key_basis import KeyBasis, hadamard, set_basis
+from tracefp4.models.key_basis import KeyBasis, basis_of, hadamard, set_basis
 from tracefp4.models.layout import ModelLayout
 from tracefp4.training.batch import Example, collate, plan_micro_batches
 from tracefp4.training.policy import token_logprobs
 from tracefp4.training.sites import TrainerSites
+
+FILE = "key_basis.safetensors"
+"""In a run's folder, where keys are not stored as they are."""
 
 
 class _Means(TrainerSites):
@@ -71,3 +80,38 @@ def store_keys(
     for layer, path in layout.attentions.items():
         centre = (means.sums[layer] / means.rows).float().unsqueeze(1) if "centred" in name else None
         set_basis(model.get_submodule(path), KeyBasis(centre, turn))
+
+
+def write_bases(model: Any, layout: ModelLayout, file: Path) -> None:
+    """Write the bases of a model to a file; nothing where keys are stored as they are."""
+    parts: dict[str, Tensor] = {}
+    for layer, path in layout.attentions.items():
+        basis = basis_of(model.get_submodule(path))
+        for name in ("centre", "turn"):
+            part = None if basis is None else getattr(basis, name)
+            if part is not None:
+                parts[f"{layer}.{name}"] = part.detach().cpu().clone()  # layers share one turn
+    if parts:
+        save_file(parts, file)
+
+
+def read_bases(model: Any, layout: ModelLayout, file: Path) -> None:
+    """Store the keys of a model in the bases of a file, if it is there.
+
+    Raises:
+        CheckpointError: the file is of another model.
+    """
+    if not file.is_file():
+        return
+    parts, device = load_file(file), next(model.parameters()).device
+    for layer, path in layout.attentions.items():
+        centre, turn = (parts.pop(f"{layer}.{name}", None) for name in ("centre", "turn"))
+        sizes = (None if centre is None else centre.shape[::2]), (None if turn is None else turn.shape)
+        wanted = (layout.kv_heads, layout.head_dim), (layout.head_dim, layout.head_dim)
+        if any(size is not None and tuple(size) != right for size, right in zip(sizes, wanted, strict=True)):
+            raise CheckpointError(f"{file}: the basis of layer {layer} is of heads of another size")
+        if centre is not None or turn is not None:
+            moved = (None if part is None else part.to(device) for part in (centre, turn))
+            set_basis(model.get_submodule(path), KeyBasis(*moved))
+    if parts:
+        raise CheckpointError(f"{file} has bases of layers that the model lacks: {', '.join(sorted(parts)[:4])}")
