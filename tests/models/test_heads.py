@@ -9,6 +9,7 @@ import torch
 
 from tracefp4.models import heads
 from tracefp4.models.binding import bind
+from tracefp4.models.key_basis import KeyBasis, hadamard, set_basis
 from tracefp4.models.layout import describe
 from tracefp4.models.tiny import tiny_model
 
@@ -83,7 +84,7 @@ def test_families_that_do_more_keep_their_own_forward(family):
     assert not heads.hook(module) and "forward" not in vars(module)
 
 
-@pytest.mark.parametrize("change", ["factor", "norm", "hook"])
+@pytest.mark.parametrize("change", ["factor", "norm", "hook", "basis"])
 def test_a_module_that_differs_in_anything_keeps_its_own_forward(change, monkeypatch):
     module, sites = bound("qwen3_moe")
     if change == "factor":  # as some families scale queries by their position
@@ -96,6 +97,8 @@ def test_a_module_that_differs_in_anything_keeps_its_own_forward(change, monkeyp
         monkeypatch.setattr(type(module), "forward", forward)
     elif change == "norm":
         monkeypatch.setattr(type(module.q_norm), "forward", lambda self, x: x * self.weight)
+    elif change == "basis":
+        set_basis(module, KeyBasis(None, hadamard(module.head_dim)))
     else:
         module.q_norm.register_forward_hook(lambda *_: None)
     assert not heads.hook(module) and module.tracefp4 is sites

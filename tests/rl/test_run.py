@@ -395,6 +395,7 @@ def test_a_changed_weight_changes_the_digest(make_run: MakeRun) -> None:
         ("train.lag=1,plan=auto:99", "changes as training goes"),
         ("engine=vllm,plan=c1-all/s2", "engine 'vllm' does not serve; use plan 'r1-all/s2'"),
         ("engine=vllm,key_basis=rotated", "engine 'vllm' stores keys as they are"),
+        ("rollout.compile_decode=true,key_basis=rotated", "each layer's keys have a basis of their own"),
         ("decoder=replay", "'r4-all\\+mid'"),
         ("correction.reject=vetoo", "did you mean 'veto'"),
         ("correction.low=9", "not below correction.high"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tracefp4.models.tiny import FAMILIES
+from tracefp4.models.key_basis import KeyBasis, hadamard, set_basis
+from tracefp4.models.layout import describe
+from tracefp4.models.tiny import FAMILIES, tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -21,10 +23,20 @@ def logprob_gap(one, other):
     return max(abs(p - q) for a, b in pairs for p, q in zip(a.logprobs, b.logprobs, strict=True))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def turned_model():
+    model = tiny_model("qwen3_moe", seed=3, dtype=torch.float32)
+    for layer, path in describe(model).attentions.items():
+        module = model.get_submodule(path)
+        centre = torch.full((module.config.num_key_value_heads, 1, module.head_dim), 0.1 * layer)
+        set_basis(module, KeyBasis(centre, hadamard(module.head_dim)))
+    return model
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "keys in another basis"])
 def test_traced_layers_change_nothing(make_bench, make_request, family):
     requests = [make_request("a", 21, samples=2), make_request("b", 5)]
-    plain, traced = make_bench(family), make_bench(family, compile_decode="eager")
+    made = {"model": turned_model} if family not in FAMILIES else {"family": family}
+    plain, traced = make_bench(**made), make_bench(**made, compile_decode="eager")
     expected, found = plain.engine.generate(requests), traced.engine.generate(requests)
     assert [r.response_ids for r in expected] == [r.response_ids for r in found]
     assert logprob_gap(expected, found) == 0

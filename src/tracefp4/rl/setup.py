@@ -103,6 +103,11 @@ def check_training(config: Config) -> None:
     check_centering(config)
     if config.key_basis != "plain" and config.engine != "embedded":
         raise ConfigError(f"engine {config.engine!r} stores keys as they are; set key_basis = 'plain'")
+    if config.key_basis != "plain" and config.rollout.compile_decode:
+        raise ConfigError(
+            "compiled decode layers share one graph, and each layer's keys have a basis of their own; set "
+            "rollout.compile_decode = false or key_basis = 'plain'"
+        )
     method = get_method(config.method)
     deployed = method.rollout_spec(get_spec(config.spec, config.numerics))
     if config.rollout.refit == "packed" and deployed.weights is None:
