@@ -83,6 +83,8 @@ def test_bases_are_written_and_read_again(policy, tmp_path) -> None:
     write_bases(model, layout, file)
     read_bases(again, layout, file)
     assert torch.equal(scores(model, "nvfp4-kv4"), scores(again, "nvfp4-kv4"))
+    write_bases(policy, layout, file)
+    assert not file.exists()
 
 
 def test_bases_of_another_model_are_refused(policy, tmp_path) -> None:

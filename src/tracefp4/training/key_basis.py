@@ -83,7 +83,7 @@ def store_keys(
 
 
 def write_bases(model: Any, layout: ModelLayout, file: Path) -> None:
-    """Write the bases of a model to a file; nothing where keys are stored as they are."""
+    """Write the bases of a model to a file; where keys are stored as they are there is none afterwards."""
     parts: dict[str, Tensor] = {}
     for layer, path in layout.attentions.items():
         basis = basis_of(model.get_submodule(path))
@@ -93,6 +93,8 @@ def write_bases(model: Any, layout: ModelLayout, file: Path) -> None:
                 parts[f"{layer}.{name}"] = part.detach().cpu().clone()  # layers share one turn
     if parts:
         save_file(parts, file)
+    else:
+        file.unlink(missing_ok=True)  # of an earlier run in the same folder
 
 
 def read_bases(model: Any, layout: ModelLayout, file: Path) -> None:
