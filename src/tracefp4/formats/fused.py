@@ -20,7 +20,7 @@ from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.runtime import usable
 
 if TYPE_CHECKING:
-    from tracefp4.kernels.quantize import Fused
+    from tracefp4.kernels.outputs import Fused
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.elements import guided, nearest
-from tracefp4.kernels.quantize import ROW_LIMIT, Fused, allocate, given_or, load_blocks, tile_of, warps_of, write
+from tracefp4.kernels.outputs import Fused, allocate, given_or
+from tracefp4.kernels.quantize import ROW_LIMIT, load_blocks, tile_of, warps_of, write
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import (
     block_amax,

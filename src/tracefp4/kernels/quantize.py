@@ -14,16 +14,14 @@ finds it first (:func:`global_scales`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.errors import FormatError
 from tracefp4.kernels.elements import narrow, nearest, widen
 from tracefp4.kernels.gate import silu_product
+from tracefp4.kernels.outputs import Fused, allocate, given_or
 from tracefp4.kernels.place import Place
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import (
@@ -243,28 +241,6 @@ def global_scales(x: Tensor, rules: Rules, groups: int) -> Tensor:
     return top.view(torch.float32)
 
 
-@dataclass(slots=True)
-class Fused:
-    """What a fused quantization wrote; ``None`` where nothing was asked for. Leading axes are those of the input."""
-
-    scales: Tensor
-    """uint8 ``(..., D / B)``."""
-    global_scale: Tensor | None
-    """float32 ``(..., 1)`` made here under scope ``token``, or the one that was given."""
-    codes: Tensor | None = None
-    """uint8 ``(..., D)``."""
-    packed: Tensor | None = None
-    """uint8 ``(..., D / 2)``, low nibble first."""
-    operand: Tensor | None = None
-    """bfloat16 ``(..., D)``: ``code x block scale``."""
-    values: Tensor | None = None
-    """``(..., D)``: operand times global decode scale, rounded once."""
-    planes: Tensor | None = None
-    """uint8 ``(..., bits D / 8)``."""
-    decode: Tensor | None = None
-    """float32 ``(..., 1)``: the global decode scale of each row, whichever form is primary."""
-
-
 def fits(x: Tensor, rules: Rules, gated: bool = False) -> bool:
     """Whether :func:`quantize` takes this tensor: it has values, and a row with one global scale is short enough."""
     width = x.shape[-1] // 2 if gated else x.shape[-1]
@@ -367,34 +343,3 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     if x.ndim == 2 and x.stride(1) == 1:
         return x, x.stride(0), max(x.shape[0], 1), 0
     return x.contiguous(), width, max(x.numel() // width, 1), 0
-
-
-def allocate(
-    x: Tensor, lead: torch.Size, width: int, rules: Rules, codes: bool, packed: bool, operand: bool | Tensor,
-    values: torch.dtype | None, bits: int,
-) -> Fused:  # fmt: skip
-    """Tensors for what was asked for; ``lead`` are the leading axes of ``x``.
-
-    Raises:
-        FormatError: ``packed``, and elements of more than four bits.
-    """
-    if packed and rules.eight:
-        raise FormatError("only E2M1 codes fit two a byte, these elements have eight bits.")
-
-    def new(size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.empty((*lead, size), dtype=dtype, device=x.device)
-
-    return Fused(
-        scales=new(width // rules.block),
-        global_scale=new(1, torch.float32) if rules.scope == "token" else None,
-        codes=new(width) if codes else None,
-        packed=new(width // 2) if packed else None,
-        operand=operand if isinstance(operand, Tensor) else new(width, torch.bfloat16) if operand else None,
-        values=None if values is None else new(width, values),
-        planes=new(bits * width // 8) if bits else None,
-    )
-
-
-def given_or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """``tensor``, or ``other`` in the place of one that a kernel was compiled without."""
-    return other if tensor is None else tensor

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tracefp4.kernels.outputs import Fused, allocate, given_or
 from tracefp4.kernels.place import Place
-from tracefp4.kernels.quantize import Fused, allocate, given_or, load_blocks, record, round_blocks, warps_of, write
+from tracefp4.kernels.quantize import load_blocks, record, round_blocks, warps_of, write
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import block_amax, global_forms, global_from_amax, row_top, scale_value
 from tracefp4.kernels.sizes import next_power_of_2
