@@ -37,7 +37,6 @@ from tracefp4.guidance.plan import Plan
 from tracefp4.methods import get_method
 from tracefp4.models.binding import bind
 from tracefp4.models.coverage import Coverage, coverage, probe
-from tracefp4.models.directory import cache_dir
 from tracefp4.models.layout import describe
 from tracefp4.models.loading import load_model
 from tracefp4.models.packing import Digest, model_digest
@@ -46,16 +45,14 @@ from tracefp4.rl.collect import Experience, digest_experience, guidance_size, ma
 from tracefp4.rl.description import describe_run
 from tracefp4.rl.evaluate import evaluate
 from tracefp4.rl.journal import Journal, NoJournal, make_tracker
-from tracefp4.rl.keys import prepare_keys
 from tracefp4.rl.plans import choose_measured, first_plan, spread, unbound_copy
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
 from tracefp4.rl.routers import check_routers
 from tracefp4.rl.setup import check_ranks, check_training, config_hash, resolve_device, sent_weights, weight_cache
-from tracefp4.rl.sft_data import check_targets, gold_pairs
+from tracefp4.rl.start import prepare_keys, start_warm
 from tracefp4.rl.tasks import make_task
 from tracefp4.rl.update import GuidanceSource, Updater
-from tracefp4.rl.warm_start import WarmStart, warm_start
 from tracefp4.rollout.registry import make_engine
 from tracefp4.training import checkpoint
 from tracefp4.training.key_basis import FILE, write_bases
@@ -104,7 +101,7 @@ class Run:
         self.tokenizer: Any = loaded.tokenizer
         self.prompter = Prompter(self.tokenizer, config.task)
         with ranks.first_before_others():
-            self.start = self._warm_start(warm_progress)
+            self.start = start_warm(config, self.model, self.task, self.prompter, warm_progress)
         if self.source.get("upcycling") and config.warm_start.steps:
             note(f"routers: {check_routers(self.model, self.task, self.prompter, (config.seed, 'routers'))}")
         prepare_keys(config, self.model, self.rollout_spec, self.task, self.prompter)
@@ -112,27 +109,6 @@ class Run:
         self.backlog: deque[Experience] = deque()
         """Batches that wait to be trained on: ``train.lag`` of them."""
         self._build(checkpoint.newest(self.folder / "checkpoints", self._identity()))
-
-    def _warm_start(self, progress: Callable[[int, float], None] | None) -> WarmStart:
-        config = self.config
-        if config.warm_start.steps:
-            check_targets(self.task, seed=(config.seed, "check-targets"))
-
-        def pairs(step: int):
-            items = self.task.items("train", config.warm_start.batch_size, (config.seed, "warm-start", step))
-            return gold_pairs(items, self.prompter)
-
-        return warm_start(
-            self.model,
-            config.warm_start,
-            pairs,
-            identity={"task": config.task.model_dump(mode="json"), "seed": config.seed},
-            cache=cache_dir() / "warm-starts",
-            micro_tokens=config.train.micro_tokens,
-            numerics=config.numerics,
-            cuda_graphs=config.train.cuda_graphs,
-            progress=progress,
-        )
 
     def _build(self, saved: checkpoint.Saved | None) -> None:
         config = self.config
