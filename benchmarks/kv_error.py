@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import math
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from tracefp4.core import Kind, Site
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.models.binding import bound
+from tracefp4.models.key_basis import hadamard
 from tracefp4.models.layout import ModelLayout, describe
 from tracefp4.rl.policies import load_named
 from tracefp4.rl.statistics import cluster_sums, ratio_bootstrap
@@ -92,17 +92,8 @@ def plain(site: Site, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
 
 def rotated(site: Site, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
     """Rounded in a rotated basis."""
-    basis = hadamard(x.shape[-1]).to(x.device)
-    return rounded(x @ basis.T) @ basis
-
-
-def hadamard(width: int) -> Tensor:
-    """Orthonormal ``(width, width)``, ``width`` a power of two, columns with random signs."""
-    h = torch.ones(1, 1)
-    while len(h) < width:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    signs = 2.0 * torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(0)) - 1.0
-    return h * signs / math.sqrt(width)
+    turn = hadamard(x.shape[-1]).to(x.device)
+    return rounded(x @ turn) @ turn.T
 
 
 def texts(count: int) -> list[str]:
@@ -157,7 +148,7 @@ def main() -> None:
                  *(("exact", v) for v in list(named)[1:]), ("centred, rotated", "rotated")]:  # fmt: skip
         delta = score(chosen.spec, k=named[k], v=named[v]) - floor
         cost = ratio_bootstrap(*cluster_sums(-delta, owner))
-        between = f"[{cost.low:.3f}, {cost.high:.3f}]"
+        between = "one text: none" if cost.low is None else f"[{cost.low:.3f}, {cost.high:.3f}]"
         k3 = (delta.exp() - 1 - delta).mean()
         print(f"{k:20} {v:20} {cost.estimate:10.3f} {between:16} {delta.abs().mean():9.3f} {k3:8.3f}", flush=True)
 
