@@ -127,10 +127,7 @@ def _train(options: Options) -> Callable[[str], AbstractContextManager[Work]]:
             made.append(
                 bench_train.Case.make(shape, options.batch, options.context, options.device, recompute=False)
             )  # fmt: skip
-            if any(bench_train.ARMS[arm].guided for arm in options.arms):
-                made[0].record()
-            if any(bench_train.ARMS[arm].checked for arm in options.arms):
-                made[0].record_checked()
+            made[0].prepare(options.arms)
         with made[0].step(bench_train.ARMS[name]) as step:
             work = _repeated(step, options.device)
             work(options.warmup)

@@ -14,7 +14,7 @@ the bytes of weights, gradients and optimizer, which no product hides, and none 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -172,6 +172,14 @@ class Case:
         optimizer = MasterAdamW(model.named_parameters(), OptimizerConfig(lr=1e-7))
         return cls(model, describe(model), optimizer, groups, device, recompute)
 
+    def prepare(self, arms: Iterable[str]) -> None:
+        """Record what these arms follow."""
+        chosen = [ARMS[name] for name in arms]
+        if any(arm.guided and not arm.checked for arm in chosen):
+            self.record()
+        if any(arm.checked for arm in chosen):
+            self.record_checked()
+
     def record(self) -> None:
         """Give every example the guidance that its own forward pass records, a sequence at a time."""
         for example, record in self._records():
@@ -280,10 +288,7 @@ def bench_train(
         batch, length = (asked or own for asked, own in zip((sequences, rows), SIZES[name], strict=True))
         title = f"train {name} {MICRO_BATCHES}x{batch}x{length}"
         case = Case.make(shape, batch, length, bench.device, recompute=recompute)
-        if any(ARMS[arm].guided for arm in arms):
-            case.record()
-        if any(ARMS[arm].checked for arm in arms):
-            case.record_checked()
+        case.prepare(arms)
         flops = step_flops(shape, MICRO_BATCHES * batch * length, length, 4 if recompute else 3)
         nbytes = step_bytes(shape)
         bound_us = 1e6 * (flops / rate + nbytes / bench.bandwidth)
