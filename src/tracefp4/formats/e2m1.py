@@ -72,6 +72,7 @@ def encode_table(ties: str, negative_zero: str) -> Tensor:
     """Code of every class of floats (:mod:`tracefp4.formats.tables`), uint8 ``(16384,)``."""
 
     def decide(value: np.ndarray) -> np.ndarray:
+        """The code of each value."""
         grid = np.array(MAGNITUDES)
         middles = (grid[1:] + grid[:-1]) / 2
         size = np.abs(value)
@@ -149,6 +150,7 @@ def bracket_table(end: str) -> Tensor:
     """Code of one end of the bracket of every class of floats, uint8 ``(16384,)``."""
 
     def decide(value: np.ndarray) -> np.ndarray:
+        """The code of each value."""
         inner = np.array(MAGNITUDES[:-1])
         lower = np.searchsorted(inner, np.abs(value), side="right") - 1
         stays = inner[lower] == np.abs(value)

@@ -264,6 +264,7 @@ class _Attention:
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
+        """Store K and V of the current tokens, and attend to what is stored."""
         batch = self.owner.here(f"{self.layer}.attend")
         self.owner.pool.write(self.layer, batch.slots, self._parts(module, k, v))
         if isinstance(batch, PrefillBatch):

@@ -312,6 +312,7 @@ class _Attention:
         window: int | None,
         sinks: Tensor | None,
     ) -> Tensor:
+        """Attend to rounded K and V of the whole batch."""
         rope = self.owner.layout.rope_dim
         if self.owner.layout.latent_rank is not None and rope is not None:
             # The latent was quantized before its expansion; the rotated part is one vector for all heads.
