@@ -143,6 +143,7 @@ def test_split_is_deterministic_and_of_the_right_shape():
     assert [tuple(p.fresh.shape) for p in parts] == [(4, 32)] * 2
     for a, b in zip(parts, again, strict=True):
         assert torch.equal(a.router, b.router) and torch.equal(a.fresh, b.fresh)
+        assert torch.equal(a.router, a.router.bfloat16().float())  # the router that sent the tokens is the one kept
     other = plan_split(model, tokens, 4, 2, fraction=0.25, seed=4)
     assert not torch.equal(parts[0].router, other[0].router)
     assert all(p.dtype == torch.float32 for p in model.parameters())

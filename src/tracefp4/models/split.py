@@ -16,7 +16,8 @@ For one layer, with ``x`` the inputs of its MLP at the tokens of a calibration t
 
 Layers are done in order within one forward pass, each on the outputs of the layers already split. Everything is in
 float64 on the CPU: the choices are discrete, and float64 keeps rounding, which differs between machines and thread
-counts, from deciding any of them.
+counts, from deciding any of them. A router is no choice, so it is rounded to bfloat16 before its layer's tokens are
+routed with it: what float64 rounded differently is gone again, instead of growing from layer to layer until it shows.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _divide(
     mlp: Any, x: Tensor, experts: int, top_k: int, count: int, generator: torch.Generator
 ) -> tuple[LayerSplit, Tensor]:
     """Split one MLP; returns the split and what the sparse block computes for ``x (T, H)``."""
-    router = make_router(x, experts, top_k, generator).float()
+    router = make_router(x, experts, top_k, generator).bfloat16().float()
     values, index = (x @ router.double().T).softmax(-1).topk(top_k, -1)
     gates = torch.zeros(len(x), experts, dtype=x.dtype).scatter(1, index, values / values.sum(-1, keepdim=True))
     active = mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)

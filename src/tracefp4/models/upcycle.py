@@ -33,7 +33,7 @@ from tracefp4.errors import ModelError, suggest
 if TYPE_CHECKING:
     from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
-METHOD = "split-1"
+METHOD = "split-2"
 """Names the method in caches and provenance; changes whenever the resulting weights do."""
 FAMILIES = ("llama", "mistral")
 _MLP = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
@@ -44,7 +44,7 @@ class LayerSplit:
     """What makes the experts of one layer differ."""
 
     router: Tensor
-    """``(experts, hidden)`` float32: the router's weight."""
+    """``(experts, hidden)`` float32, of values that bfloat16 holds: the router's weight."""
     fresh: Tensor
     """``(experts, n)`` int64, ascending: intermediate channels that each expert starts afresh."""
 
