@@ -28,6 +28,7 @@ from tracefp4.formats.numerics import get_numerics
 from tracefp4.kernels import (
     attention_decode,
     attention_prefill,
+    checks,
     choice,
     convolution,
     delta_rule,
@@ -174,6 +175,12 @@ def rounding() -> list[bool]:
                            num_warps=4, enable_fp_fusion=False))  # fmt: skip
     frames = {"frames_ptr": BYTES, "source_ptr": "*i64", "strip_ptr": "*i64", "out_ptr": BYTES}
     done.append(report("frames of a batch", stack._stack, frames, {"BYTES": 4096}, 4096, num_warps=4))
+    for each in (False, True):
+        constants = {"WORDS": 16, "WHOLE": True, "EACH": each, "VALID": True, "COUNT": not each}
+        pointers = {"data_ptr": BYTES, "valid_ptr": "*i1", "keys_ptr": "*i64", "expected_ptr": "*i32",
+                    "out_ptr": "*i32" if each else "*i64"}  # fmt: skip
+        done.append(report("checks of bits" if each else "checks of scales, counted", checks._check, pointers,
+                           constants, 16 * 64, num_warps=4))  # fmt: skip
     for bits in (1, 3, 4):
         done.append(report(f"pack r{bits}", planes._pack, SMALL, {"BITS": bits, "TILE": 512}, 4096, num_warps=4))
         whole = {"planes_ptr": "*i32", "low_ptr": "*i32"}

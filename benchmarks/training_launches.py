@@ -7,7 +7,7 @@ path is that of a GPU: Triton kernels are replaced by entries in a tally, attent
 are added as on a GPU. Each operator that PyTorch dispatches and that is neither a view nor an allocation counts as one
 launch. That is a floor: a sort, a large reduction or attention's backward pass launch more than one kernel, and a
 foreach operator launches one for some hundred tensors. An operator that would wait for the device (``item``,
-``nonzero``) is counted as a wait. AdamW is counted as on a CPU, in eight operators instead of one.
+``nonzero``) is counted as a wait.
 
 What a layer costs is the difference between models of three layers and of one.
 """
@@ -32,10 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tracefp4.kernels
-from tracefp4.evaluation.bench_train import ARMS, MICRO_BATCHES, SHAPES, SPEC, Arm, Case
+from tracefp4.evaluation.bench_train import ARMS, FULL, MICRO_BATCHES, SHAPES, SPEC, Arm, Case
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.plan import Plan
-from tracefp4.guidance.record import Record, SiteRecord, token_hash
+from tracefp4.guidance.record import Record, SiteRecord, restrict, token_hash
 from tracefp4.guidance.runs import SiteRuns
 from tracefp4.kernels import runtime
 from tracefp4.models import norms, replay, routing
@@ -43,7 +43,7 @@ from tracefp4.models.sites import Choice
 from tracefp4.training.sites import TrainerSites
 
 SEQUENCES, ROWS = 16, 512
-NAMES = ("bf16", "transformers", "fp4 qat", "fp4 guided")
+NAMES = ("bf16", "transformers", "fp4 qat", "fp4 guided", "fp4 guided s2")
 PHASES = ("forward", "again", "backward", "head", "optimizer")
 FREE = {
     "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided",
@@ -101,6 +101,17 @@ class _Stub:
         return lambda *_, **__: self._tally.add(f"triton {self._name}")
 
 
+class _AdamW:
+    """Takes the place of PyTorch's fused AdamW, which refuses tensors without values: one launch."""
+
+    def __init__(self, tally: Tally) -> None:
+        self._tally, self.param_groups, self.state = tally, [{}], {}
+
+    def step(self) -> None:
+        """Count."""
+        self._tally.add("aten::_fused_adamw_")
+
+
 def _flash(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
     """What ``scaled_dot_product_attention`` chooses on a GPU for bfloat16 without a mask."""
     op = torch.ops.aten._scaled_dot_product_flash_attention
@@ -123,6 +134,7 @@ def pretended(tally: Tally) -> Iterator[None]:
         put(runtime, "_interpreting", True)
         put(torch, "is_autocast_enabled", lambda *_: False)
         put(F, "scaled_dot_product_attention", _flash)
+        put(torch.optim, "AdamW", lambda *_, **__: _AdamW(tally))
         # What is found by trying a module out, which takes values.
         put(replay, "plain", lambda router, name: Choice(router.top_k, True, torch.bfloat16))
         put(norms, "is_plain", lambda module: hasattr(module, "variance_epsilon"))
@@ -133,16 +145,18 @@ def _record(case: Case) -> None:
     """Give examples guidance of the right shapes."""
     spec = get_spec(SPEC)
     sites, rows = {}, case.micro_batches[0][0].rows
-    shapes = TrainerSites(case.layout, spec).shapes.values()
-    for shape in Plan.parse("r1-all+mid").select(shapes, len(case.layout.experts)):
+    shapes = [*TrainerSites(case.layout, spec).shapes.values()]
+    for shape in Plan.parse(FULL).select(shapes, len(case.layout.experts)):
         codes = torch.zeros(rows, shape.vectors, shape.width, dtype=torch.uint8)
         scales = torch.zeros(rows, shape.vectors, shape.width // shape.block, dtype=torch.uint8)
         scale = torch.ones(rows, shape.vectors) if shape.token_scale else None
         sites[shape.site] = SiteRecord.pack(shape, codes, scales, scale, 1)
-    for group in case.micro_batches:
-        for e in group:
-            valid = torch.ones(rows, dtype=torch.bool)
-            e.record = Record("r1-all+mid", token_hash(e.tokens), spec.hash, 0, rows, valid, SiteRuns.of(sites))
+    for e in (e for group in case.micro_batches for e in group):
+        valid = torch.ones(rows, dtype=torch.bool)
+        record = Record(FULL, token_hash(e.tokens), spec.hash, 0, rows, valid, SiteRuns.of(sites))
+        for plan in {ARMS[name].plan for name in NAMES if ARMS[name].plan}:
+            cut = restrict(record, Plan.parse(plan), shapes, len(case.layout.experts))
+            case.guidance.setdefault(plan, {})[e.index] = replace(cut, sites=SiteRuns.of(cut.sites))
 
 
 def _mark(case: Case, tally: Tally) -> None:
@@ -179,7 +193,6 @@ def count(arm: Arm, layers: int) -> dict[str, Counter[str]]:
 
     with pretended(tally), patch.object(Tensor, "backward", marked):
         case = Case.make(replace(SHAPES["smollm2-moe"], layers=layers), SEQUENCES, ROWS, torch.device("meta"))
-        case.optimizer._fused = True
         _record(case)
         _mark(case, tally)
         with case.step(arm) as step, tally:

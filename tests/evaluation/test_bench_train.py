@@ -19,7 +19,7 @@ SMALL = Shape(
 def case() -> bench_train.Case:
     torch.manual_seed(0)
     made = bench_train.Case.make(SMALL, 1, 12, CPU)
-    made.record()
+    made.prepare(["fp4 guided", "fp4 guided s2"])
     return made
 
 
@@ -33,23 +33,21 @@ def _gradients(case: bench_train.Case, arm: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_arms_differ_by_quantization_and_by_nothing_else(case, monkeypatch) -> None:
-    plain, qat, guided, packed = (
-        _gradients(case, arm, monkeypatch) for arm in ("bf16", "fp4 qat", "fp4 guided", "fp4 guided, packed weights")
-    )
+    names = ("bf16", "fp4 qat", "fp4 guided", "fp4 guided, packed weights", "fp4 guided s2")
+    plain, qat, guided, packed, congruent = (_gradients(case, arm, monkeypatch) for arm in names)
     assert plain.keys() == qat.keys() == guided.keys()
     # A model that is guided by its own roundings does what it does unguided.
     for name, grad in qat.items():
-        assert torch.equal(grad, guided[name]) and torch.equal(grad, packed[name]), name
+        assert all(torch.equal(grad, same[name]) for same in (guided, packed, congruent)), name
     assert any(not torch.equal(grad, plain[name]) for name, grad in qat.items())
 
 
 def test_guided_arms_follow_what_was_recorded(case, monkeypatch) -> None:
     before = _gradients(case, "fp4 guided", monkeypatch)
-    for group in case.micro_batches:
-        for example in group:
-            assert example.record is not None and len(example.record.sites) == 4
-            for part in example.record.sites.values():
-                part.planes.bitwise_not_()
+    for record in case.guidance[bench_train.FULL].values():
+        assert len(record.sites) == 4
+        for part in record.sites.values():
+            part.planes.bitwise_not_()
     after = _gradients(case, "fp4 guided", monkeypatch)
     assert any(not torch.equal(grad, after[name]) for name, grad in before.items())
 
@@ -57,7 +55,7 @@ def test_guided_arms_follow_what_was_recorded(case, monkeypatch) -> None:
 def test_the_checked_arm_pulls_and_leaves_the_weights(case, monkeypatch) -> None:
     monkeypatch.setattr(bench_train, "NOISE", 0.02)
     before = [p.detach().clone() for p in case.model.parameters()]
-    case.record_checked()
+    case.prepare(["fp4 checked"])
     assert all(torch.equal(p, old) for p, old in zip(case.model.parameters(), before, strict=True))
     checked = _gradients(case, "fp4 checked", monkeypatch)
     assert case.pulled is not None and 0 < case.pulled.share <= 1

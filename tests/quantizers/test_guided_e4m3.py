@@ -105,3 +105,14 @@ def test_a_nan_marks_its_block():
     q = quantize_nearest(rollout, MXFP8)
     values = quantize_guided(trainer, Outcome(q.codes & 1, q.scales, None, 1), MXFP8).dequantize()
     assert values[3, 32:64].isnan().all() and values.isnan().sum() == 32
+
+
+def test_a_nan_has_no_sign():
+    """Devices disagree about the sign of a NaN that they compute, so no code may show it."""
+    nan = torch.tensor([0x7FC00000, -0x400000], dtype=torch.int32).view(torch.float32)
+    assert nan.isnan().all() and nan.signbit().tolist() == [False, True]
+    assert e4m3.encode(nan).tolist() == [127, 127]
+    for bits in (1, 2, 3, 4):
+        low = torch.zeros(2, dtype=torch.uint8)
+        first, second = choose_eight(nan, low, bits).tolist()
+        assert first == second == choose_eight(torch.tensor([448.0]), low[:1], bits).item()

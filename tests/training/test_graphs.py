@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tracefp4.errors import TrainingError
-from tracefp4.evaluation.bench_train import SHAPES, Case
+from tracefp4.evaluation.bench_train import FULL, SHAPES, Case
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import restrict
@@ -32,7 +32,8 @@ def case():
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     made = Case.make(SHAPE, 3, 40, device, recompute=False)
-    made.record()
+    made.prepare(["fp4 guided"])
+    made.micro_batches = [made.following(group, FULL) for group in made.micro_batches]
     return made
 
 

@@ -48,14 +48,40 @@ def test_non_finite_gradients_change_nothing(bad):
     with pytest.raises(NonFiniteError, match="not applied"):
         optimizer.step()
     assert torch.equal(layer.weight, before)
-    assert optimizer.steps == 0
+    assert optimizer.steps == 0 and not optimizer.gradients()
+
+
+def test_a_step_that_was_left_out_leaves_no_trace():
+    (layer, optimizer), (twin, without) = _pair(torch.bfloat16), _pair(torch.bfloat16)
+    for value in (0.5, float("nan"), -0.25, 1.0):
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        if value != value:
+            with pytest.raises(NonFiniteError):
+                optimizer.step()
+            continue
+        for parameter in twin.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        optimizer.step()
+        without.step()
+    state, expected = optimizer.state(), without.state()
+    assert optimizer.steps == 3 and set(state) == set(expected)
+    assert all(torch.equal(state[key], expected[key]) for key in state)
 
 
 def test_gradient_norm_is_clipped():
     layer, _ = _pair(torch.float32)
-    optimizer = MasterAdamW(layer.named_parameters(), OptimizerConfig(lr=1.0, max_grad_norm=0.5))
-    layer.weight.grad = torch.full_like(layer.weight, 3.0)
-    assert optimizer.step() == pytest.approx(3.0 * 32**0.5)
+    twin = torch.nn.Linear(8, 4)
+    twin.load_state_dict(layer.state_dict())
+    optimizer = MasterAdamW(layer.named_parameters(), OptimizerConfig(lr=0.1, max_grad_norm=0.5, weight_decay=0.0))
+    adam = torch.optim.AdamW(twin.parameters(), lr=0.1, betas=(0.9, 0.95), weight_decay=0.0)
+    for value in (3.0, 1e-3):  # clipped, and not
+        for model in (layer, twin):
+            model.weight.grad = torch.full_like(model.weight, value)
+        torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        adam.step()
+        assert optimizer.step() == pytest.approx(value * 32**0.5)
+    torch.testing.assert_close(layer.weight, twin.weight)
 
 
 def test_gradients_of_micro_batches_add_up_in_fp32():

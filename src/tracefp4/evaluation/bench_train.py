@@ -14,7 +14,7 @@ the bytes of weights, gradients and optimizer, which no product hides, and none 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -86,6 +86,8 @@ SIZES: dict[str, tuple[int, int]] = {"smollm2-moe": (32, 1024), "30b-slice": (16
 """Sequences of a micro-batch and their rows."""
 MICRO_BATCHES = 2
 SPEC = "nvfp4-w4a4-kv4"
+FULL = "r1-all+mid"
+"""What is recorded; other plans are cut from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +95,8 @@ class Arm:
     """How one arm trains."""
 
     spec: str = SPEC
-    guided: bool = False
-    checked: bool = False
-    """Guided by checks of bits, and bits that are pulled where one fails."""
+    plan: str = ""
+    """Guidance that it follows, if any; a checked plan pulls bits where a check fails."""
     cache: Cache = "widened"
     bound: bool = True
     """Through our site objects; else as transformers has it."""
@@ -105,13 +106,14 @@ ARMS: dict[str, Arm] = {
     "bf16": Arm("bf16"),
     "transformers": Arm("bf16", bound=False),
     "fp4 qat": Arm(),
-    "fp4 guided": Arm(guided=True),
-    "fp4 checked": Arm(guided=True, checked=True),
-    "fp4 guided, packed weights": Arm(guided=True, cache="packed"),
+    "fp4 guided": Arm(plan=FULL),
+    "fp4 guided s2": Arm(plan=FULL + "/s2"),
+    "fp4 checked": Arm(plan="c1-all+mid"),
+    "fp4 guided, packed weights": Arm(plan=FULL, cache="packed"),
 }
-"""By name; guided arms follow ``r1-all+mid``, the checked one ``c1-all+mid``."""
+"""By name."""
 NOISE = 1e-3
-"""Relative difference of the weights that the checked arm is guided by."""
+"""Relative difference of the weights that a checked arm is guided by."""
 
 
 @dataclass(slots=True)
@@ -145,8 +147,8 @@ class Case:
     device: torch.device
     recompute: bool = False
     """Layers are recomputed in the backward pass."""
-    checked: dict[int, Record] = field(default_factory=dict)
-    """Guidance of the checked arm, by example."""
+    guidance: dict[str, dict[int, Record]] = field(default_factory=dict)
+    """What to follow, by plan and example."""
     pulled: PullCounts | None = None
     """What the last step pulled."""
 
@@ -173,31 +175,28 @@ class Case:
         return cls(model, describe(model), optimizer, groups, device, recompute)
 
     def prepare(self, arms: Iterable[str]) -> None:
-        """Record what these arms follow."""
-        chosen = [ARMS[name] for name in arms]
-        if any(arm.guided and not arm.checked for arm in chosen):
-            self.record()
-        if any(arm.checked for arm in chosen):
-            self.record_checked()
+        """Record what these arms follow: what the model rounds, or for checked plans a slightly different one."""
+        plans = [Plan.parse(plan) for plan in dict.fromkeys(ARMS[name].plan for name in arms) if plan]
+        self._record([plan for plan in plans if not plan.checked])
+        checked = [plan for plan in plans if plan.checked]
+        if checked:
+            params = list(self.model.parameters())
+            own = [p.detach().clone() for p in params]
+            with torch.no_grad():
+                for p in params:
+                    p.mul_(1.0 + NOISE * torch.randn_like(p, dtype=torch.float32))
+                self._record(checked)
+                for p, kept in zip(params, own, strict=True):
+                    p.copy_(kept)
 
-    def record(self) -> None:
-        """Give every example the guidance that its own forward pass records, a sequence at a time."""
-        for example, record in self._records():
-            example.record = self._through_a_frame(record)
-
-    def record_checked(self) -> None:
-        """Keep checks of what a slightly different model records for every example."""
-        params = list(self.model.parameters())
-        own = [p.detach().clone() for p in params]
-        plan, shapes = Plan.parse("c1-all+mid"), self.layout.site_shapes(get_spec(SPEC))
-        with torch.no_grad():
-            for p in params:
-                p.mul_(1.0 + NOISE * torch.randn_like(p, dtype=torch.float32))
-            for example, record in self._records():
+    def _record(self, plans: Sequence[Plan]) -> None:
+        """Record one forward pass of every example, a sequence at a time, and cut these plans from it."""
+        shapes = self.layout.site_shapes(get_spec(SPEC))
+        for example, record in self._records() if plans else ():
+            for plan in plans:
                 cut = restrict(record, plan, shapes, self.layout.num_layers)
-                self.checked[example.index] = replace(self._through_a_frame(cut), source=cut.source)
-            for p, kept in zip(params, own, strict=True):
-                p.copy_(kept)
+                kept = replace(self._through_a_frame(cut), source=cut.source)
+                self.guidance.setdefault(str(plan), {})[example.index] = kept
 
     def _records(self) -> Iterator[tuple[Example, Record]]:
         spec = get_spec(SPEC)
@@ -212,7 +211,7 @@ class Case:
                     yield (
                         example,
                         Record(
-                            "r1-all+mid",
+                            FULL,
                             token_hash(example.tokens),
                             spec.hash,
                             0,
@@ -259,9 +258,12 @@ class Case:
 
     def collate(self, group: list[Example], arm: Arm) -> MicroBatch:
         """A micro-batch as the arm sees it: with guidance or without."""
-        records = [self.checked[e.index] if arm.checked else e.record if arm.guided else None for e in group]
-        kept = [replace(example, record=record) for example, record in zip(group, records, strict=True)]
-        return collate(kept, self.device)
+        return collate(self.following(group, arm.plan), self.device)
+
+    def following(self, group: list[Example], plan: str) -> list[Example]:
+        """Examples with what they follow under a plan that was prepared; without guidance if it is empty."""
+        records = self.guidance[plan] if plan else {}
+        return [replace(example, record=records.get(example.index)) for example in group]
 
 
 def bench_train(

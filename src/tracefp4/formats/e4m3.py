@@ -30,7 +30,7 @@ _MANY = 4096
 def encode(values: Tensor) -> Tensor:
     """Round to nearest, ties to even, saturating at 448.
 
-    NaN becomes ``0x7F`` or ``0xFF``; its sign is kept on a CPU, and on a GPU means nothing.
+    Every NaN becomes ``0x7F``: devices disagree about the sign of one that they compute.
 
     Args:
         values: float32, any shape.
@@ -38,7 +38,8 @@ def encode(values: Tensor) -> Tensor:
     Returns:
         uint8 bytes, same shape.
     """
-    return values.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    data = values.clamp(-MAX, MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return data.masked_fill_(data == 255, NAN)
 
 
 def decode(data: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -195,8 +195,35 @@ def code_checks(planes: Tensor, valid: Tensor | None = None) -> Tensor:
     return _checks(planes, valid, 1)
 
 
+def count_failures(totals: Tensor, scales: Tensor, valid: Tensor, checks: Tensor) -> None:
+    """Compare scales with the checks of those that were recorded, without waiting for the device.
+
+    Args:
+        totals: int64 ``(2,)``, added to: chunks with a valid token, and those of them whose check is another one. A
+            chunk without a valid token proves nothing.
+        scales: uint8 ``(B, T, n)``, as for :func:`scale_checks`.
+        valid: bool ``(B, T)``.
+        checks: int32 ``(B, ceil(T / 16))``.
+    """
+    if usable(scales):
+        from tracefp4.kernels import checks as kernel
+
+        keys = _keys_on(-(-scales.shape[-1] // 4), scales.device)
+        kernel.count(totals, scales.contiguous(), valid.contiguous(), keys, checks.contiguous())
+        return
+    known = torch.nn.functional.pad(valid, (0, -valid.shape[1] % CHUNK)).view(*checks.shape, CHUNK).any(-1)
+    totals += torch.stack((known.sum(), ((scale_checks(scales, valid) != checks) & known).sum()))
+
+
 def _checks(data: Tensor, valid: Tensor | None, chunk: int) -> Tensor:
     rows, n = data.shape[-2:]
+    if usable(data):
+        from tracefp4.kernels import checks as kernel
+
+        mask = None if valid is None else valid.reshape(-1, rows).contiguous()
+        keys = _keys_on(-(-n // 4), data.device)
+        found = kernel.checks(data.reshape(-1, rows, n).contiguous(), mask, keys, each=chunk == 1)
+        return found.view(*data.shape[:-2], found.shape[-1])
     padded = torch.nn.functional.pad(data, (0, -n % 4, 0, -rows % chunk))
     words = wider(padded, torch.int32).to(torch.int64) & 0xFFFFFFFF
     if valid is not None:

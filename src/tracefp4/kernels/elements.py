@@ -7,9 +7,8 @@ become one addition. E4M3 (``EIGHT``) has two bits more of a mantissa and six bi
 is ``2^(e-3)`` with ``e = max(exponent of a, -6)``, ``M`` is ``2^(e+20)``, and the code is ``count + 8 (e + 6)``.
 
 Guided rounding chooses between the two ends of the bracket of ``a``; the rules are those of
-:mod:`tracefp4.quantizers.guided` and :mod:`tracefp4.quantizers.guided_e4m3`. One bit says whether the code is even. The
-nearest code is one end; if that is the wrong one, the other end is a step further, on the side of ``a``. More bits need
-the neighbour *below* ``a``, which is the truncated count, and whether ``a`` is on the grid.
+:mod:`tracefp4.quantizers.guided` and :mod:`tracefp4.quantizers.guided_e4m3`. The ends are ``a + M`` rounded down and
+up, one instruction each on a GPU, and they are one where ``a`` is on the grid. One bit says which of them to take.
 """
 
 from __future__ import annotations
@@ -60,9 +59,9 @@ def _binade(magic, EIGHT: tl.constexpr):
 
 @triton.jit
 def _sign(bits, z, EIGHT: tl.constexpr):
-    """The sign of a code (int32) from ``bits``, those of ``z`` or 0. A NaN has none in E2M1, and its own in E4M3."""
+    """The sign of a code (int32) from ``bits``, those of ``z`` or 0. A NaN has none: its own is the device's."""
     if EIGHT:
-        return (bits >> 24) & 128
+        return tl.where(z == z, (bits >> 24) & 128, 0)
     else:
         return tl.where(z == z, (bits >> 28) & 8, 0)
 
@@ -71,9 +70,9 @@ def _sign(bits, z, EIGHT: tl.constexpr):
 def nearest(z, signs, EIGHT: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr):
     """Nearest code (int32: E2M1 ``0..15``, E4M3 a byte) of ``z`` float32, and its value (float32).
 
-    Beyond 6 or 448 it saturates, a NaN gives the code of +6 or a NaN of E4M3. Whoever uses one of the two pays for one.
-    ``signs`` int32: the bit of a sign, or 0 where the scale is 0 and everything becomes code 0. A NaN's value is 6 or
-    448 with the sign of the NaN: what it is multiplied with is a NaN as well.
+    Beyond 6 or 448 it saturates, a NaN gives the code of +6 or byte 127 of E4M3. Whoever uses one of the two pays for
+    one. ``signs`` int32: the bit of a sign, or 0 where the scale is 0 and everything becomes code 0. A NaN's value is 6
+    or 448 with the sign of the NaN: what it is multiplied with is a NaN as well.
     """
     a, magic = _clipped(z, 448.0 if EIGHT else 6.0, EIGHT)
     total = a + magic.to(tl.float32, bitcast=True)
@@ -86,14 +85,15 @@ def nearest(z, signs, EIGHT: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl
         count = tl.where(other, count + (1 if TIES == "up" else -1), count)
         level = tl.where(other, a + rest, level)  # of a tie the other end is as far away
     code = count + _binade(magic, EIGHT)
-    if EIGHT:
-        code = tl.where(z == z, code, 127)
     bits = z.to(tl.int32, bitcast=True)
     if NEGATIVE_ZERO == "strict":
         bits = tl.where(a > 0.0, bits, 0)
     elif NEGATIVE_ZERO == "positive":
         bits = tl.where(level > 0.0, bits, 0)
-    code |= _sign(bits, z, EIGHT)
+    if EIGHT:
+        code = tl.where(z == z, code | (bits >> 24) & 128, 127)
+    else:
+        code |= _sign(bits, z, EIGHT)
     level = (level.to(tl.int32, bitcast=True) | (bits & signs)).to(tl.float32, bitcast=True)
     return tl.where(signs == 0, 0, code), level
 
@@ -107,15 +107,10 @@ def guided(z, low, signs, EIGHT: tl.constexpr, BITS: tl.constexpr):
     """
     if BITS == 1:
         a, magic = _clipped(z, _BELOW_448 if EIGHT else _BELOW_6, EIGHT)
-        total = a + magic.to(tl.float32, bitcast=True)
-        bits = total.to(tl.int32, bitcast=True)
-        level = total - magic.to(tl.float32, bitcast=True)
-        rest = a - level
-        other = (((bits ^ low) & 1) != 0) & (rest != 0.0)
-        side = rest.to(tl.int32, bitcast=True) & SIGN
-        step = ((magic - (23 << 23)) | side).to(tl.float32, bitcast=True)
-        level = tl.where(other, level + step, level)
-        code = bits - magic + _binade(magic, EIGHT) + tl.where(other, 1 + (side >> 30), 0)
+        lower, upper = _ends(a, magic)
+        bits = tl.where(((lower ^ low) & 1) != 0, upper, lower)
+        level = bits.to(tl.float32, bitcast=True) - magic.to(tl.float32, bitcast=True)
+        code = bits - magic + _binade(magic, EIGHT)
         code |= _sign(z.to(tl.int32, bitcast=True), z, EIGHT)
         sign = z.to(tl.int32, bitcast=True) & signs
         return tl.where(signs == 0, 0, code), (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
@@ -126,19 +121,25 @@ def guided(z, low, signs, EIGHT: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _ends(a, magic):
+    """Bits (int32) of ``a + M`` rounded down and up: those of ``M`` plus the steps to the ends of ``a``'s bracket."""
+    m = magic.to(tl.float32, bitcast=True)
+    if INTERPRETED:
+        total = a + m
+        rest, bits = a - (total - m), total.to(tl.int32, bitcast=True)
+        return bits - (rest < 0.0).to(tl.int32), bits + (rest > 0.0).to(tl.int32)
+    else:
+        lower, upper = libdevice.add_rd(a, m), libdevice.add_ru(a, m)
+        return lower.to(tl.int32, bitcast=True), upper.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def _bracket(z, EIGHT: tl.constexpr):
-    """``a``, and the codes (int32) of its bracket's ends, which are one where ``a`` is on the grid below 6 or 448."""
-    most: tl.constexpr = 448.0 if EIGHT else 6.0
-    last: tl.constexpr = 125 if EIGHT else 6
-    steps: tl.constexpr = 130 if EIGHT else 128
-    offset: tl.constexpr = 147 if EIGHT else 149
-    a, magic = _clipped(z, most, EIGHT)
-    # In grid steps: times 2^(1-e), or 2^(3-e).
-    scaled = a * ((steps << 23) - (magic - (offset << 23))).to(tl.float32, bitcast=True)
-    count = scaled.to(tl.int32)
-    lower = tl.minimum(count + _binade(magic, EIGHT), last)
-    on_grid = (count.to(tl.float32) == scaled) & (a != most)
-    return a, lower, lower + 1 - on_grid.to(tl.int32)
+    """``a`` below 6 or 448, and the codes (int32) of its bracket's ends, which are one where ``a`` is on the grid."""
+    a, magic = _clipped(z, _BELOW_448 if EIGHT else _BELOW_6, EIGHT)
+    lower, upper = _ends(a, magic)
+    first = _binade(magic, EIGHT) - magic
+    return a, lower + first, upper + first
 
 
 @triton.jit

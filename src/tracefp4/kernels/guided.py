@@ -25,6 +25,7 @@ from tracefp4.kernels.scales import (
     block_unit,
     global_forms,
     global_from_amax,
+    has_nan,
     normalized,
     row_top,
     signs_under,
@@ -71,11 +72,6 @@ def _recorded_bits(ptr, row, block, width, TILE: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
 def _quantize_guided(
     x_ptr, planes_ptr, recorded_ptr, global_ptr, rows_ptr, valid_ptr,
     codes_ptr, packed_ptr, scales_ptr, new_global_ptr, decode_ptr, operand_ptr, values_ptr, kept_ptr,
@@ -117,18 +113,22 @@ def _quantize_guided(
         if PARTIAL:
             scale = tl.where(follows, scale, own)
 
-    z = normalized(x, block_unit(scale, encode, decode, E8M0, QUOTIENT), E8M0, QUOTIENT)
+    unit = block_unit(scale, encode, decode, E8M0, QUOTIENT)
+    z = normalized(x, unit, E8M0, QUOTIENT)
     signs = signs_under(scale, E8M0)[:, None]
     if BITS == 0:
         code, level = nearest(z, signs, EIGHT, TIES, NEGATIVE_ZERO)
+    elif PARTIAL:
+        if follows:
+            low = _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS)
+            code, level = guided(z, low, signs, EIGHT, BITS)
+        else:
+            code, level = nearest(z, signs, EIGHT, TIES, NEGATIVE_ZERO)
     else:
         low = _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS)
         code, level = guided(z, low, signs, EIGHT, BITS)
-    top = tl.reduce(tl.abs(z), 1, _larger)  # a NaN before all
-    broken = top != top
+    broken = has_nan(z, amax, unit, PARTIAL or SCALE_BITS != 8, E8M0, QUOTIENT)
     if PARTIAL:
-        own_code, own_level = nearest(z, signs, EIGHT, TIES, NEGATIVE_ZERO)
-        code, level = tl.where(follows, code, own_code), tl.where(follows, level, own_level)
         broken = broken & follows
     scale = tl.where(broken, 255 if E8M0 else 127, scale)
     tl.store(scales_ptr + row * (width // BLOCK) + block, scale.to(tl.uint8), mask=inside)

@@ -24,9 +24,15 @@ _SIXTH = tl.constexpr(0.1666666716337204)
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def block_amax(x):
     """Largest magnitude of each block of ``x (N, B)`` float32, as a bit pattern: NaN on top, as integers order it."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    # One operation a value: magnitudes are free where floats are compared.
+    return tl.reduce(tl.abs(x), 1, _larger).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -188,13 +194,33 @@ def signs_under(data, E8M0: tl.constexpr):
 
 
 @triton.jit
+def _inverse(unit):
+    """``1 / unit``, but the largest finite float for what has no finite reciprocal."""
+    return tl.minimum(tl.div_rn(1.0, unit), FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def normalized(x, unit, E8M0: tl.constexpr, QUOTIENT: tl.constexpr):
     """``x (N, B)`` in units of ``unit (N,)``, float32, not yet clipped.
 
     A power of two has a reciprocal, and a product with it is the quotient.
     """
     if QUOTIENT == "reciprocal" or E8M0:
-        inverse = tl.div_rn(1.0, unit)
-        return x * tl.minimum(inverse, FLT_MAX, propagate_nan=tl.PropagateNan.ALL)[:, None]
+        return x * _inverse(unit)[:, None]
     else:
         return tl.div_rn(x, unit[:, None])
+
+
+@triton.jit
+def has_nan(z, amax, unit, KNOWN: tl.constexpr, E8M0: tl.constexpr, QUOTIENT: tl.constexpr):
+    """Whether a block of ``z (N, B) = normalized(x, unit)`` has a NaN.
+
+    ``amax`` as of :func:`block_amax` for ``x``; ``KNOWN``: it is computed anyway.
+    """
+    if KNOWN and (QUOTIENT == "reciprocal" or E8M0):
+        # A product with something finite is a NaN if ``x`` is, with an infinity if it is 0, with a NaN always; in all
+        # three cases that of the largest magnitude is one too.
+        top = amax.to(tl.float32, bitcast=True) * _inverse(unit)
+    else:
+        top = tl.reduce(tl.abs(z), 1, _larger)  # 0 / 0 is none of those
+    return top != top

@@ -43,7 +43,7 @@ def choose_e4m3(z: Tensor, low: Tensor, bits: int, decoder: str) -> Tensor:
         decoder: ``bracket``, ``nearest``, ``map`` or ``replay``.
 
     Returns:
-        uint8 bytes, same shape.
+        uint8 bytes, same shape. A NaN counts as 448.
     """
     size = z.abs().nan_to_num(nan=MAX).clamp(max=MAX)
     values = on_device(value_table, z.device, torch.float32)
@@ -63,7 +63,7 @@ def choose_e4m3(z: Tensor, low: Tensor, bits: int, decoder: str) -> Tensor:
         # An end that is congruent wins over a candidate outside of the bracket that happens to be nearer.
         code = torch.where(above == upper, upper, torch.where(below == lower, lower, code))
         code = torch.minimum(torch.maximum(code, lower), upper)
-    return (code + 128 * torch.signbit(z)).to(torch.uint8)
+    return (code + 128 * (torch.signbit(z) & ~z.isnan())).to(torch.uint8)
 
 
 def _floor(size: Tensor) -> Tensor:

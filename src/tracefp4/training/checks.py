@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tracefp4.guidance.codec import CHUNK, scale_checks
+from tracefp4.guidance.codec import count_failures
 from tracefp4.guidance.record import SiteRecord
 from tracefp4.training.ranks import ALONE, Ranks
 
@@ -20,7 +20,7 @@ class ScaleChecks:
     """Counts chunks of 16 tokens, over all sites, and those whose restored scales fail their check."""
 
     def __init__(self) -> None:
-        self._counts: list[tuple[Tensor, Tensor]] = []
+        self._totals: Tensor | None = None
 
     def count(self, scales: Tensor, record: SiteRecord, guided: Tensor, rows: Tensor | None) -> None:
         """Check one site of one forward.
@@ -37,21 +37,18 @@ class ScaleChecks:
             ordered = torch.empty_like(scales)
             ordered[rows] = scales
             scales = ordered
-        mask = guided.view(record.checks.shape[0], -1)
-        found = scale_checks(scales.reshape(*mask.shape, -1), mask)
-        # A chunk without a guided row proves nothing and is not counted.
-        known = torch.nn.functional.pad(mask, (0, -mask.shape[1] % CHUNK)).view(*found.shape, CHUNK).any(-1)
-        self._counts.append((known.sum(), ((found != record.checks) & known).sum()))
+        valid = guided.view(record.checks.shape[0], -1)
+        if self._totals is None:
+            self._totals = torch.zeros(2, dtype=torch.int64, device=scales.device)
+        count_failures(self._totals, scales.reshape(*valid.shape, -1), valid, record.checks)
 
     def add(self, counts: Tensor) -> None:
         """Add what :meth:`total` returned elsewhere."""
-        self._counts.append((counts[0], counts[1]))
+        self._totals = counts.clone() if self._totals is None else self._totals + counts
 
     def total(self) -> Tensor | None:
         """Chunks checked and chunks failed so far, int64 ``(2,)`` on the device; ``None`` if nothing was checked."""
-        if not self._counts:
-            return None
-        return torch.stack([torch.stack(part).sum() for part in zip(*self._counts, strict=True)])
+        return self._totals
 
     def take(self, ranks: Ranks = ALONE) -> float | None:
         """Share of chunks that failed on any rank since the last call; ``None`` if none were checked.
@@ -60,6 +57,6 @@ class ScaleChecks:
         """
         counts = self.total()
         mine = [0.0, 0.0] if counts is None else [float(count) for count in counts.tolist()]
-        self._counts.clear()
+        self._totals = None
         total, failed = ranks.sum(mine)
         return failed / total if total else None

@@ -241,7 +241,7 @@ class DecoderGraphs:
         """Account for a forward pass of a program."""
         program.runs += 1
         if program.counts is not None:
-            self._sites.checks.add(program.counts.clone())
+            self._sites.checks.add(program.counts)
 
     def _map(self, batch: int, rows: int, most: int, width: int) -> Tensor:
         """For each place of ``(most, width)`` the place of ``(batch, rows)`` that it holds; int64."""

@@ -55,16 +55,14 @@ class MasterAdamW:
         self.steps = 0
         self.masters = {name: _master(p) for name, p in self.params.items()}
         self._mesh = next((p.device_mesh for p in self.params.values() if isinstance(p, DTensor)), None)
-        # One pass without temporaries, which otherwise take the size of the masters once or twice more.
-        self._fused = all(master.is_cuda for master in self.masters.values())
-        self._adam = torch.optim.AdamW(
+        # Fused: one pass without temporaries, which otherwise take the size of the masters once or twice more.
+        self._adam: Any = torch.optim.AdamW(
             list(self.masters.values()),
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             weight_decay=config.weight_decay,
-            foreach=not self._fused,
-            fused=self._fused,
+            fused=True,
         )
 
     def collect(self) -> None:
@@ -91,7 +89,7 @@ class MasterAdamW:
                 first[1].append(grad)
         if first[0]:
             torch._foreach_copy_(*first)
-        _add(*more, widen=self._fused)
+        _add(*more)
 
     def zero_grad(self) -> None:
         """Drop all gradients, of the model and of the masters."""
@@ -130,20 +128,20 @@ class MasterAdamW:
             NonFiniteError: the norm is NaN or infinite. Only the gradients are gone then.
         """
         self.collect()
-        norm = float(self.grad_norm())
-        if not math.isfinite(norm):
-            self.zero_grad()
-            raise NonFiniteError(f"gradient norm is {norm} at optimizer step {self.steps}; the step was not applied")
-        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6))
+        norm = self.grad_norm()
         for group in self._adam.param_groups:
             group["lr"] = self.learning_rate() if lr is None else lr
-        if scale < 1.0:
-            torch._foreach_mul_(list(self.gradients().values()), scale)
+        # Clipping, and leaving a step out, happen in the same pass on the device: the host reads the norm afterwards.
+        self._adam.grad_scale = ((norm + 1e-6) / self.config.max_grad_norm).clamp(min=1.0)
+        self._adam.found_inf = norm.isfinite().logical_not().float()
         self._adam.step()
         self._round()
         self.zero_grad()
+        found = float(norm)
+        if not math.isfinite(found):
+            raise NonFiniteError(f"gradient norm is {found} at optimizer step {self.steps}; the step was not applied")
         self.steps += 1
-        return norm
+        return found
 
     @torch.no_grad()
     def _round(self) -> None:
@@ -189,13 +187,13 @@ class MasterAdamW:
                 self._adam.state[master] = {
                     "exp_avg": part_of(state[f"exp_avg.{name}"].to(master.device), p).clone(),
                     "exp_avg_sq": part_of(state[f"exp_avg_sq.{name}"].to(master.device), p).clone(),
-                    "step": state[f"step.{name}"].to(master.device if self._fused else "cpu"),
+                    "step": state[f"step.{name}"].to(master.device),
                 }
         self.steps = steps
         self._round()
 
 
-def _add(totals: list[Tensor], grads: list[Tensor], *, widen: bool) -> None:
+def _add(totals: list[Tensor], grads: list[Tensor]) -> None:
     """Add narrow gradients to their FP32 totals, in as few launches as there can be.
 
     PyTorch adds many tensors in one launch only if all are of one dtype. So on a GPU small gradients are widened
@@ -204,7 +202,7 @@ def _add(totals: list[Tensor], grads: list[Tensor], *, widen: bool) -> None:
     alone: tuple[list[Tensor], list[Tensor]] = [], []
     together: tuple[list[Tensor], list[Tensor]] = [], []
     for total, grad in zip(totals, grads, strict=True):
-        chosen = together if widen and grad.numel() <= _SMALL else alone
+        chosen = together if not grad.is_cpu and grad.numel() <= _SMALL else alone
         chosen[0].append(total)
         chosen[1].append(grad)
     if alone[0]:

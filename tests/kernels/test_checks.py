@@ -1,0 +1,70 @@
+"""Checks by kernel equal those of the plain code, for any size, mask and alignment; so do the counts of failures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tracefp4.guidance import codec
+
+pytestmark = pytest.mark.usefixtures("plain_code")
+
+
+def made(batch, rows, size, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    data = torch.randint(0, 256, (batch, rows, size), dtype=torch.uint8, generator=generator)
+    valid = torch.rand(batch, rows, generator=generator) < 0.7
+    valid[-1, rows // 2 :] = False
+    return data, valid
+
+
+def keys(size, device):
+    return codec.check_keys(-(-size // 4)).to(device)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 16, 4), (3, 37, 36), (2, 33, 7), (1, 18, 192), (2, 20, 390)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_the_plain_code(shape, masked, device):
+    from tracefp4.kernels import checks
+
+    data, valid = made(*shape)
+    mask = valid if masked else None
+    there, mask_there = data.to(device), mask if mask is None else mask.to(device)
+    for each, plain in ((False, codec.scale_checks), (True, codec.code_checks)):
+        found = checks.checks(there, mask_there, keys(shape[2], device), each=each)
+        assert torch.equal(found.cpu(), plain(data, mask))
+
+
+def test_data_that_is_not_aligned_to_words(device):
+    from tracefp4.kernels import checks
+
+    data, _ = made(1, 40, 12)
+    flat = torch.cat((torch.zeros(1, dtype=torch.uint8), data.flatten())).to(device)
+    found = checks.checks(flat[1:].view(1, 40, 12), None, keys(12, device), each=False)
+    assert torch.equal(found.cpu(), codec.scale_checks(data))
+
+
+@pytest.mark.parametrize("shape", [(3, 37, 36), (2, 64, 7)])
+def test_failures_are_counted(shape, device):
+    from tracefp4.kernels import checks
+
+    data, valid = made(*shape)
+    expected = codec.scale_checks(data, valid)
+    expected[0, 0] += 1
+    data[1, 17] ^= 1
+    valid[1, 17] = True
+    plain = torch.tensor([5, 7])
+    codec.count_failures(plain, data, valid, expected)
+    totals = torch.tensor([5, 7], device=device)
+    checks.count(totals, *(t.to(device) for t in (data, valid)), keys(shape[2], device), expected.to(device))
+    assert totals.tolist() == plain.tolist()
+    assert plain[0] > 5 and plain[1] == 9
+
+
+def test_nothing_to_check(device):
+    from tracefp4.kernels import checks
+
+    no_tokens = torch.zeros(2, 0, 4, dtype=torch.uint8, device=device)
+    assert checks.checks(no_tokens, None, keys(4, device), each=False).shape == (2, 0)
+    no_bytes = torch.zeros(1, 3, 0, dtype=torch.uint8, device=device)
+    assert checks.checks(no_bytes, None, keys(0, device), each=True).tolist() == [[0, 0, 0]]
