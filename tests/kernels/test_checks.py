@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tracefp4.guidance import codec
+from tracefp4.kernels.runtime import SWITCH
 
 pytestmark = pytest.mark.usefixtures("plain_code")
 
@@ -33,6 +34,19 @@ def test_equals_the_plain_code(shape, masked, device):
     for each, plain in ((False, codec.scale_checks), (True, codec.code_checks)):
         found = checks.checks(there, mask_there, keys(shape[2], device), each=each)
         assert torch.equal(found.cpu(), plain(data, mask))
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3)])
+def test_masks_of_all_shapes(lead, device, monkeypatch):
+    data = made(6, 21, 10)[0].view(2, 3, 21, 10)[(0,) * (2 - len(lead))]
+    masks = [None, torch.rand(21) < 0.6, torch.rand(*lead, 21) < 0.6]
+    expected = [(codec.scale_checks(data, mask), codec.code_checks(data, mask)) for mask in masks]
+    monkeypatch.delenv(SWITCH)
+    for mask, parts in zip(masks, expected, strict=True):
+        there = mask if mask is None else mask.to(device)
+        for plain, make in zip(parts, (codec.scale_checks, codec.code_checks), strict=True):
+            found = make(data.to(device), there)
+            assert found.shape == plain.shape and torch.equal(found.cpu(), plain)
 
 
 def test_data_that_is_not_aligned_to_words(device):

@@ -35,6 +35,7 @@ costs: smaller ones would lose fewer tokens to one wrong scale, larger ones woul
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -167,8 +168,8 @@ def scale_checks(scales: Tensor, valid: Tensor | None = None) -> Tensor:
 
     Args:
         scales: uint8 ``(..., T, n)``: all block scales of a token in one row, token 0 first in the sequence.
-        valid: bool ``(..., T)``; tokens that are not valid count nothing. ``None``: all are. Right padding of a batch
-            must be marked here, or it would count.
+        valid: bool ``(..., T)``, or ``(T,)`` for all alike; tokens that are not valid count nothing. ``None``: all are.
+            Right padding of a batch must be marked here, or it would count.
 
     Returns:
         int32 ``(..., ceil(T / 16))``: the 32 bits of each check.
@@ -185,7 +186,7 @@ def code_checks(planes: Tensor, valid: Tensor | None = None) -> Tensor:
 
     Args:
         planes: uint8 ``(..., T, n)``: the planes of all vectors of a token in one row (:func:`pack_bits`).
-        valid: bool ``(..., T)``; the check of a token that is not valid is 0. ``None``: all are.
+        valid: as for :func:`scale_checks`; the check of a token that is not valid is 0.
 
     Returns:
         int32 ``(..., T)``: the 32 bits of each check. Other bits pass with a probability of at most 2^-31.
@@ -220,9 +221,11 @@ def _checks(data: Tensor, valid: Tensor | None, chunk: int) -> Tensor:
     if usable(data):
         from tracefp4.kernels import checks as kernel
 
-        mask = None if valid is None else valid.reshape(-1, rows).contiguous()
-        keys = _keys_on(-(-n // 4), data.device)
-        found = kernel.checks(data.reshape(-1, rows, n).contiguous(), mask, keys, each=chunk == 1)
+        if valid is not None and valid.ndim > 1:
+            valid = valid.expand(data.shape[:-1]).reshape(-1, rows)
+        keys, flat = _keys_on(-(-n // 4), data.device), data.reshape(math.prod(data.shape[:-2]), rows, n)
+        mask = None if valid is None else valid.contiguous()
+        found = kernel.checks(flat.contiguous(), mask, keys, each=chunk == 1)
         return found.view(*data.shape[:-2], found.shape[-1])
     padded = torch.nn.functional.pad(data, (0, -n % 4, 0, -rows % chunk))
     words = wider(padded, torch.int32).to(torch.int64) & 0xFFFFFFFF

@@ -20,7 +20,7 @@ _TOKENS = tl.constexpr(16)
 
 @triton.jit
 def _check(
-    data_ptr, valid_ptr, keys_ptr, expected_ptr, out_ptr, rows, size, words,
+    data_ptr, valid_ptr, keys_ptr, expected_ptr, out_ptr, rows, size, words, valid_stride,
     WORDS: tl.constexpr, WHOLE: tl.constexpr, EACH: tl.constexpr, VALID: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     chunk, chunks, sequence = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
@@ -28,7 +28,7 @@ def _check(
     token = chunk * _TOKENS + lane
     counts = token < rows
     if VALID:
-        counts = counts & (tl.load(valid_ptr + sequence * rows + token, mask=counts, other=0) != 0)
+        counts = counts & (tl.load(valid_ptr + sequence * valid_stride + token, mask=counts, other=0) != 0)
     start = (sequence * rows + token) * size
     total = tl.zeros((_TOKENS,), tl.int64)
     for first in range(0, words, WORDS):
@@ -66,6 +66,7 @@ def _launch(
         return
     _check[(cdiv(rows, _TOKENS.value), batch)](
         data, data if valid is None else valid, keys, out if expected is None else expected, out, rows, size, words,
+        rows if valid is not None and valid.ndim > 1 else 0,
         WORDS=min(64, next_power_of_2(words)), WHOLE=size % 4 == 0 and data.data_ptr() % 4 == 0, EACH=each,
         VALID=valid is not None, COUNT=expected is not None, num_warps=4 if words > 16 else 1,
     )  # fmt: skip
@@ -76,7 +77,7 @@ def checks(data: Tensor, valid: Tensor | None, keys: Tensor, *, each: bool) -> T
 
     Args:
         data: uint8 ``(B, T, n)``, contiguous.
-        valid: bool ``(B, T)``, contiguous: tokens that count; ``None``: all do.
+        valid: bool ``(B, T)``, or ``(T,)`` for all alike, contiguous: tokens that count; ``None``: all do.
         keys: int64 ``(16, ceil(n / 4))``, contiguous.
         each: one of each token with the first row of the keys, else one of each 16 tokens.
 
