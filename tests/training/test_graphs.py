@@ -3,7 +3,6 @@
 Without a GPU a captured function is run again in the place of a replay, which tests everything but CUDA's own part.
 """
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -187,25 +186,29 @@ def test_a_failed_capture_is_told_and_training_goes_on(case):
     assert graphs.failure == "operation not permitted when stream is capturing"
 
 
-def test_a_checked_plan_runs_step_by_step_and_says_so(case, capture):
+def test_a_checked_plan_is_settled_first(case, capture):
     layout, sites = case.layout, TrainerSites(case.layout, get_spec("nvfp4-w4a4-kv4"))
-    example = case.micro_batches[0][0]
-    plan, shapes = Plan.parse("c1-all+mid/s2"), layout.site_shapes(get_spec("nvfp4-w4a4-kv4"))
-    checked = replace(example, record=restrict(example.record, plan, shapes, layout.num_layers))
-    found = []
+    shapes = layout.site_shapes(get_spec("nvfp4-w4a4-kv4"))
+    found, counted = [], []
     with bound(case.model, sites):
         graphs = DecoderGraphs(case.model, sites, 256, capture)
-        batch = collate([checked], case.device)
-        with pytest.warns(RuntimeWarning, match="without CUDA graphs: bits of a checked plan are pulled"):
-            found.append(_gradients(case, sites, batch, graphs))
-        found.append(_gradients(case, sites, collate([checked], case.device), None))
-        assert len(graphs) == 0 and torch.equal(found[0][0], found[1][0])
-        # It is no failure: it is said once, and a micro-batch whose bits are there is run by graphs.
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            _gradients(case, sites, collate([checked], case.device), graphs)
-            _gradients(case, sites, collate([example], case.device), graphs)
+        for plan in ("r1-all+mid/s2", "c1-all+mid/s2"):
+            group = [
+                replace(e, record=restrict(e.record, Plan.parse(plan), shapes, layout.num_layers))
+                for e in case.micro_batches[0]
+            ]
+            batch = collate(group, case.device)
+            for _ in range(2):
+                found.append(_gradients(case, sites, batch, graphs))
+                counted.append((sites.checks.total().tolist(), sites.pulled.take()))
+                sites.checks.take()
     assert len(graphs) == 1 and graphs.failure is None
+    # Guided by the same bits, in the same graphs. The second pass over a micro-batch has nothing left to find.
+    for logprobs, gradients in found[1:]:
+        assert torch.equal(logprobs, found[0][0])
+        assert all(torch.equal(grad, found[0][1][name]) for name, grad in gradients.items())
+    assert all(checks == counted[0][0] for checks, _ in counted)
+    assert [pulled is None for _, pulled in counted] == [True, True, False, True]
 
 
 def test_few_programs_are_kept(case, capture):

@@ -58,6 +58,14 @@ class SiteRuns(Mapping[Site, SiteRecord]):
         bits = next(iter(sites.values())).scale_bits if sites else 8
         return cls(table, tuple(parts), bits)
 
+    def settled(self) -> SiteRuns:
+        """The same without checks of codes, once a trainer has given every record its bits; those are copied."""
+        parts = []
+        for run, part in zip(self.table.runs, self.parts, strict=True):
+            planes = torch.stack([self[shape.site].planes for shape in self.table.of(run)])
+            parts.append(part._replace(planes=planes, code_checks=None))
+        return SiteRuns(self.table, tuple(parts), self.scale_bits)
+
     def __getitem__(self, site: Site) -> SiteRecord:
         """The record of a site; raises :class:`KeyError` for one that was not recorded."""
         if self._made is None:

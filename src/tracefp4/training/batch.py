@@ -20,6 +20,7 @@ from tracefp4.core import Site, SiteShape, TopLogprobs
 from tracefp4.errors import GuidanceMismatch
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record, SiteRecord
+from tracefp4.guidance.runs import SiteRuns
 from tracefp4.training.pulls import Pulls
 from tracefp4.training.staging import stack_sites
 
@@ -71,6 +72,16 @@ class GuidedRows:
         """Which vectors of a site are guided: bool ``(R * vectors,)``, or in the order of ``rows`` if given."""
         mask = self.guided.repeat_interleave(shape.vectors)
         return mask if rows is None else mask[rows]
+
+    def settle(self) -> None:
+        """Be like guidance whose bits came along, after a forward pass that has reached every site.
+
+        Raises:
+            GuidanceCorrupt: bits that were pulled do not pass their checks.
+        """
+        if self.pulls is not None:
+            self.pulls.confirm()
+            self.sites, self.pulls = SiteRuns.of(self.sites).settled(), None
 
 
 @dataclass(slots=True)

@@ -13,9 +13,13 @@ Micro-batches are padded to a few sizes, and each size gets a *program*, a pair 
 padded repeats real rows, so that it costs nothing to think of: no real token sees it, it is given no gradient, and
 routes stay spread over the experts. Embedding, output head and loss are left to Python, whose shapes they may have.
 
+Bits of a checked plan are pulled when the host has seen which are needed (:mod:`tracefp4.training.pulls`), which no
+graph can wait for. A forward pass without gradients finds them first, step by step; then the micro-batch is like one
+whose bits came along.
+
 Graphs share one pool of memory, since only one micro-batch is in flight; running another forward before the backward
-pass of the last one is refused. They are not used where layers are recomputed, where an observer wants to see codes,
-where bits are pulled as they are needed (:mod:`tracefp4.training.pulls`), or without gradients.
+pass of the last one is refused. They are not used where layers are recomputed, where an observer wants to see codes, or
+without gradients.
 """
 
 from __future__ import annotations
@@ -129,30 +133,32 @@ class DecoderGraphs:
         self._renewal = Repeated(self._capture)
         self.failure: str | None = None
         """Why there are no graphs; everything is computed step by step since."""
-        self._said: set[str] = set()
         self.beside: Tensor | None = None
         """The loss beside the last hidden states; ``None`` where those were computed step by step."""
 
     def hidden(self, input_ids: Tensor, real: Tensor) -> Tensor | None:
         """Last hidden states ``(B, S, H)`` of the micro-batch that is attached to the sites.
 
-        ``None`` where it has to be computed step by step: gradients are off, an observer is there, bits are pulled, or
-        the batch is larger than a micro-batch.
+        ``None`` where it has to be computed step by step: gradients are off, an observer is there, or the batch is
+        larger than a micro-batch.
 
         Args:
             input_ids: ``(B, S)`` int64.
             real: ``(B, S)`` bool, not padding.
+
+        Raises:
+            GuidanceMissing: bits are to be pulled, and there is nobody to ask.
+            GuidanceCorrupt: bits that were pulled do not pass their checks.
         """
         sites, self.beside = self._sites, None
         size = self._size(*input_ids.shape)
         if size is None or self.failure or sites.observer is not None or not torch.is_grad_enabled():
             return None
-        if sites.guidance is not None and sites.guidance.pulls is not None:
-            self._say("bits of a checked plan are pulled while a layer runs")
-            return None
         self.renew()
         if self.failure:
             return None
+        if sites.guidance is not None and sites.guidance.pulls is not None:
+            self._find_bits(sites.guidance, input_ids)
         embeds = self._embedding(input_ids)
         try:
             program = self._program(size, embeds, real)
@@ -184,14 +190,16 @@ class DecoderGraphs:
         if self._renewal.failure is not None:
             self._give_up(self._renewal.failure)
 
+    def _find_bits(self, guidance: GuidedRows, input_ids: Tensor) -> None:
+        """Settle a checked plan; the checks of scales are counted in the pass that trains."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+        with torch.no_grad(), self._sites.standing_in(guidance, self._sites.routes):
+            self._decoder(input_ids=input_ids, position_ids=positions, use_cache=False)
+        guidance.settle()
+
     def _give_up(self, why: str) -> None:
         self.failure = why
-        self._say(why)
-
-    def _say(self, why: str) -> None:
-        if why not in self._said:
-            self._said.add(why)
-            warnings.warn(f"training goes on without CUDA graphs: {why}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"training goes on without CUDA graphs: {why}", RuntimeWarning, stacklevel=3)
 
     def _reads(self) -> Hashable:
         """What graphs read from fixed addresses."""
