@@ -67,12 +67,12 @@ def main() -> int:
     """Print both tables."""
     torch.set_num_threads(1)
     case = Case.make(SHAPE, 2, 128, torch.device("cpu"))
-    case.record()
+    case.prepare(NAMES)
     found = times(case)
     for name, seconds in found.items():
         print(f"{name:28} {seconds:6.2f} s  {seconds / found['bf16']:.2f} x bf16, layers recomputed")
     case = Case.make(SHAPE, 1, 128, torch.device("cpu"), recompute=False)
-    case.record()
+    case.prepare(NAMES)
     base = saved(case, ARMS["bf16"], False)[0]
     for name in NAMES:
         for pack in (False, True) if name != "bf16" else (False,):

@@ -205,14 +205,22 @@ def count_failures(totals: Tensor, scales: Tensor, valid: Tensor, checks: Tensor
         scales: uint8 ``(B, T, n)``, as for :func:`scale_checks`.
         valid: bool ``(B, T)``.
         checks: int32 ``(B, ceil(T / 16))``.
+
+    Raises:
+        FormatError: shapes do not belong together.
     """
+    batch, rows, n = scales.shape
+    if n == 0 or valid.shape != (batch, rows) or checks.shape != (batch, chunks(rows)):
+        raise FormatError(
+            f"checks {tuple(checks.shape)} and a mask {tuple(valid.shape)} do not belong to scales {(batch, rows, n)}"
+        )
     if usable(scales):
         from tracefp4.kernels import checks as kernel
 
-        keys = _keys_on(-(-scales.shape[-1] // 4), scales.device)
+        keys = _keys_on(-(-n // 4), scales.device)
         kernel.count(totals, scales.contiguous(), valid.contiguous(), keys, checks.contiguous())
         return
-    known = torch.nn.functional.pad(valid, (0, -valid.shape[1] % CHUNK)).view(*checks.shape, CHUNK).any(-1)
+    known = torch.nn.functional.pad(valid, (0, -rows % CHUNK)).view(*checks.shape, CHUNK).any(-1)
     totals += torch.stack((known.sum(), ((scale_checks(scales, valid) != checks) & known).sum()))
 
 
@@ -222,10 +230,10 @@ def _checks(data: Tensor, valid: Tensor | None, chunk: int) -> Tensor:
         from tracefp4.kernels import checks as kernel
 
         if valid is not None and valid.ndim > 1:
-            valid = valid.expand(data.shape[:-1]).reshape(-1, rows)
-        keys, flat = _keys_on(-(-n // 4), data.device), data.reshape(math.prod(data.shape[:-2]), rows, n)
-        mask = None if valid is None else valid.contiguous()
-        found = kernel.checks(flat.contiguous(), mask, keys, each=chunk == 1)
+            valid = valid.expand(data.shape[:-1])
+        batch, keys = math.prod(data.shape[:-2]), _keys_on(-(-n // 4), data.device)
+        mask = None if valid is None else valid.reshape((batch, rows) if valid.ndim > 1 else rows).contiguous()
+        found = kernel.checks(data.reshape(batch, rows, n).contiguous(), mask, keys, each=chunk == 1)
         return found.view(*data.shape[:-2], found.shape[-1])
     padded = torch.nn.functional.pad(data, (0, -n % 4, 0, -rows % chunk))
     words = wider(padded, torch.int32).to(torch.int64) & 0xFFFFFFFF

@@ -23,7 +23,7 @@ def _check(
     data_ptr, valid_ptr, keys_ptr, expected_ptr, out_ptr, rows, size, words, valid_stride,
     WORDS: tl.constexpr, WHOLE: tl.constexpr, EACH: tl.constexpr, VALID: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    chunk, chunks, sequence = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
+    sequence, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     lane = tl.arange(0, _TOKENS)
     token = chunk * _TOKENS + lane
     counts = token < rows
@@ -64,7 +64,7 @@ def _launch(
     words = keys.shape[1]
     if not data.numel():
         return
-    _check[(cdiv(rows, _TOKENS.value), batch)](
+    _check[(batch, cdiv(rows, _TOKENS.value))](
         data, data if valid is None else valid, keys, out if expected is None else expected, out, rows, size, words,
         rows if valid is not None and valid.ndim > 1 else 0,
         WORDS=min(64, next_power_of_2(words)), WHOLE=size % 4 == 0 and data.data_ptr() % 4 == 0, EACH=each,

@@ -129,7 +129,9 @@ def _ends(a, magic):
         rest, bits = a - (total - m), total.to(tl.int32, bitcast=True)
         return bits - (rest < 0.0).to(tl.int32), bits + (rest > 0.0).to(tl.int32)
     else:
-        lower, upper = libdevice.add_rd(a, m), libdevice.add_ru(a, m)
+        # Not by libdevice, whose additions take a subnormal ``a`` for 0.
+        lower = tl.inline_asm_elementwise("add.rm.f32 $0, $1, $2;", "=r,r,r", [a, m], tl.float32, True, 1)
+        upper = tl.inline_asm_elementwise("add.rp.f32 $0, $1, $2;", "=r,r,r", [a, m], tl.float32, True, 1)
         return lower.to(tl.int32, bitcast=True), upper.to(tl.int32, bitcast=True)
 
 

@@ -119,7 +119,7 @@ def _quantize_guided(
     if BITS == 0:
         code, level = nearest(z, signs, EIGHT, TIES, NEGATIVE_ZERO)
     elif PARTIAL:
-        if follows:
+        if follows:  # a number that the program reads, unlike PARTIAL
             low = _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS)
             code, level = guided(z, low, signs, EIGHT, BITS)
         else:

@@ -47,7 +47,10 @@ class ScaleChecks:
         self._totals = counts.clone() if self._totals is None else self._totals + counts
 
     def total(self) -> Tensor | None:
-        """Chunks checked and chunks failed so far, int64 ``(2,)`` on the device; ``None`` if nothing was checked."""
+        """Chunks checked and chunks failed so far, int64 ``(2,)`` on the device; ``None`` if nothing was checked.
+
+        Later counts are added in place.
+        """
         return self._totals
 
     def take(self, ranks: Ranks = ALONE) -> float | None:

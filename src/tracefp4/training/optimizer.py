@@ -184,11 +184,12 @@ class MasterAdamW:
                 raise CheckpointError(f"optimizer state of {name!r} is missing or has another shape")
             master.copy_(part_of(saved.to(master.device), p))
             if f"exp_avg.{name}" in state:
-                self._adam.state[master] = {
-                    "exp_avg": part_of(state[f"exp_avg.{name}"].to(master.device), p).clone(),
-                    "exp_avg_sq": part_of(state[f"exp_avg_sq.{name}"].to(master.device), p).clone(),
-                    "step": state[f"step.{name}"].to(master.device),
+                # Laid out as the master is: on a CPU the fused pass walks through memory without looking at strides.
+                moments = {
+                    key: torch.empty_like(master).copy_(part_of(state[f"{key}.{name}"].to(master.device), p))
+                    for key in ("exp_avg", "exp_avg_sq")
                 }
+                self._adam.state[master] = {"step": state[f"step.{name}"].to(master.device, copy=True), **moments}
         self.steps = steps
         self._round()
 
