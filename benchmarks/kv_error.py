@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -107,6 +107,14 @@ def texts(count: int) -> list[str]:
     return found[:count]
 
 
+def line(delta: Tensor, owner: Sequence[int]) -> str:
+    """What log-probabilities ``delta`` above those of bfloat16 cost, with an interval over texts, and how they lie."""
+    cost = ratio_bootstrap(*cluster_sums(-delta, owner))
+    between = "one text: none" if cost.low is None else f"[{cost.low:.3f}, {cost.high:.3f}]"
+    k3 = (delta.exp() - 1 - delta).mean()
+    return f"{cost.estimate:10.3f} {between:16} {delta.abs().mean():9.3f} {k3:8.3f}"
+
+
 def main() -> None:
     """Print a line a treatment."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -147,10 +155,7 @@ def main() -> None:
     for k, v in [("rounded", "rounded"), *((k, "exact") for k in list(named)[1:]),
                  *(("exact", v) for v in list(named)[1:]), ("centred, rotated", "rotated")]:  # fmt: skip
         delta = score(chosen.spec, k=named[k], v=named[v]) - floor
-        cost = ratio_bootstrap(*cluster_sums(-delta, owner))
-        between = "one text: none" if cost.low is None else f"[{cost.low:.3f}, {cost.high:.3f}]"
-        k3 = (delta.exp() - 1 - delta).mean()
-        print(f"{k:20} {v:20} {cost.estimate:10.3f} {between:16} {delta.abs().mean():9.3f} {k3:8.3f}", flush=True)
+        print(f"{k:20} {v:20} {line(delta, owner)}", flush=True)
 
 
 if __name__ == "__main__":
