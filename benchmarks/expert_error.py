@@ -17,14 +17,13 @@ import argparse
 from collections.abc import Callable, Mapping
 
 import torch
-from kv_error import Means, Treatment, exact, line, plain, texts
+from kv_error import Means, Treatment, exact, hadamard, line, plain, texts
 from torch import Tensor
 
 from tracefp4.core import Kind, Site
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.models.binding import bound
-from tracefp4.models.key_basis import hadamard
 from tracefp4.models.layout import ModelLayout, describe
 from tracefp4.models.sites import Operand
 from tracefp4.quantizers.four_over_six import quantize_four_over_six

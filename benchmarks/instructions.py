@@ -48,6 +48,7 @@ from tracefp4.kernels import (
     sample,
     stack,
     token_scores,
+    turn,
 )
 from tracefp4.kernels import step as step_rows
 
@@ -64,7 +65,7 @@ def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **op
         elif name.endswith("_ptr"):
             signature[name] = pointers.get(name, "*bf16")
         else:
-            signature[name] = "fp32" if name in ("factor", "shift", "eps", "temperature") else "i32"
+            signature[name] = "fp32" if name in ("factor", "shift", "eps", "scale", "temperature") else "i32"
     plain = {"factor", "shift", "eps", "steps", "parts", "tokens", "length", "window", "splits", "blocks", "vectors",
              "queries", "context", "record_start", "record_size", "pairs", "count", "x_groups", "per_global",
              "first_head", "heads", "experts"}  # fmt: skip
@@ -200,6 +201,13 @@ def rounding() -> list[bool]:
 def training() -> list[bool]:
     """Norms, rotary embedding and gate of a training step; a value is one of the input."""
     done, wide = [], {"inverse_ptr": "*fp32", "part_ptr": "*fp32"}
+    for width in (64, 128):
+        for back in (False, True):
+            constants = {"ROWS": 4096 // width, "WIDTH": width, "STAGES": width.bit_length() - 1, "CENTRE": not back,
+                         "BACK": back}  # fmt: skip
+            done.append(report(f"{'gradient of ' * back}turned keys {width}", turn._turn,
+                               {"centre_ptr": "*fp32", "signs_ptr": "*fp32"}, constants, 4096, num_warps=4,
+                               enable_fp_fusion=False))  # fmt: skip
     for width in (64, 576, 2048):
         many, tile, warps = norm._sizes(width)
         sizes = {"ROWS": many, "TILE": tile}

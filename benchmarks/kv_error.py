@@ -25,7 +25,7 @@ from tracefp4.core import Kind, Site
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.models.binding import bound
-from tracefp4.models.key_basis import hadamard
+from tracefp4.models.key_basis import random_signs, turned
 from tracefp4.models.layout import ModelLayout, describe
 from tracefp4.rl.policies import load_named
 from tracefp4.rl.statistics import cluster_sums, ratio_bootstrap
@@ -78,6 +78,11 @@ class Means:
             return then(site, x - total / count, rounded) + total / count
 
         return treat
+
+
+def hadamard(width: int) -> Tensor:
+    """Orthonormal ``(width, width)`` float32: a Hadamard matrix whose rows have random signs."""
+    return turned(torch.eye(width), random_signs(width))
 
 
 def exact(site: Site, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:

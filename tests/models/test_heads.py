@@ -9,7 +9,7 @@ import torch
 
 from tracefp4.models import heads
 from tracefp4.models.binding import bind
-from tracefp4.models.key_basis import KeyBasis, hadamard, set_basis
+from tracefp4.models.key_basis import KeyBasis, random_signs, set_basis
 from tracefp4.models.layout import describe
 from tracefp4.models.tiny import tiny_model
 
@@ -98,7 +98,7 @@ def test_a_module_that_differs_in_anything_keeps_its_own_forward(change, monkeyp
     elif change == "norm":
         monkeypatch.setattr(type(module.q_norm), "forward", lambda self, x: x * self.weight)
     elif change == "basis":
-        set_basis(module, KeyBasis(None, hadamard(module.head_dim)))
+        set_basis(module, KeyBasis(None, random_signs(module.head_dim)))
     else:
         module.q_norm.register_forward_hook(lambda *_: None)
     assert not heads.hook(module) and module.tracefp4 is sites

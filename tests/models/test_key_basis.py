@@ -9,7 +9,7 @@ from tracefp4.errors import ConfigError
 from tracefp4.formats.blocks import quantize
 from tracefp4.formats.spec import get_spec
 from tracefp4.models.attention import dense_attention
-from tracefp4.models.key_basis import KeyBasis, hadamard
+from tracefp4.models.key_basis import KeyBasis, random_signs, turned
 
 
 def tensors(width: int = 32) -> tuple[torch.Tensor, ...]:
@@ -20,15 +20,15 @@ def tensors(width: int = 32) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("width", [1, 2, 64, 128])
-def test_hadamard_is_orthonormal_and_spreads_one_channel_over_all(width: int) -> None:
-    turn = hadamard(width, seed=3)
+def test_a_turn_is_orthonormal_and_spreads_one_channel_over_all(width: int) -> None:
+    turn = turned(torch.eye(width), random_signs(width, seed=3))
     assert torch.allclose(turn @ turn.T, torch.eye(width), atol=1e-6)
     assert torch.allclose(turn.abs(), torch.full((width, width), width**-0.5))
 
 
 def test_a_width_that_no_such_matrix_has_is_refused() -> None:
     with pytest.raises(ConfigError, match="keys of 96 channels cannot be rotated"):
-        hadamard(96)
+        random_signs(96)
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -36,7 +36,7 @@ def test_a_width_that_no_such_matrix_has_is_refused() -> None:
 def test_attention_does_not_notice(centred: bool, rotated: bool) -> None:
     q, k, v = tensors()
     centre = k.mean((0, 2)).unsqueeze(1) if centred else None
-    basis = KeyBasis(centre, hadamard(32) if rotated else None)
+    basis = KeyBasis(centre, random_signs(32) if rotated else None)
     expected = dense_attention(q, k, v, scaling=0.2)
     assert torch.allclose(dense_attention(basis.queries(q), basis.keys(k), v, scaling=0.2), expected, atol=2e-5)
 
@@ -52,6 +52,6 @@ def test_rounded_keys_give_attention_that_is_nearer_to_the_truth() -> None:
         return float((found - dense_attention(q, k, v, scaling=0.2)).square().mean())
 
     centre = k.mean((0, 2)).unsqueeze(1)
-    plain, both = error(KeyBasis(None, None)), error(KeyBasis(centre, hadamard(32)))
+    plain, both = error(KeyBasis(None, None)), error(KeyBasis(centre, random_signs(32)))
     assert both < 0.5 * plain
     assert error(KeyBasis(centre, None)) < 0.5 * plain

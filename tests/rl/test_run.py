@@ -603,8 +603,8 @@ def test_the_policy_of_a_run_is_loaded_with_its_basis(make_run: MakeRun) -> None
     loaded = load_named(str(run.folder), "cpu").model
     for path in run.layout.attentions.values():
         own, found = basis_of(run.model.get_submodule(path)), basis_of(loaded.get_submodule(path))
-        assert own is not None and found is not None and own.centre is not None and own.turn is not None
-        assert torch.equal(found.centre, own.centre) and torch.equal(found.turn, own.turn)
+        assert own is not None and found is not None and own.centre is not None and own.signs is not None
+        assert torch.equal(found.centre, own.centre) and torch.equal(found.signs, own.signs)
 
 
 def test_a_policy_whose_keys_are_not_rounded_has_no_basis(make_run: MakeRun) -> None:

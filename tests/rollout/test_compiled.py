@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tracefp4.models.key_basis import KeyBasis, hadamard, set_basis
+from tracefp4.models.key_basis import KeyBasis, random_signs, set_basis
 from tracefp4.models.layout import describe
 from tracefp4.models.tiny import FAMILIES, tiny_model
 
@@ -28,7 +28,7 @@ def turned_model():
     for layer, path in describe(model).attentions.items():
         module = model.get_submodule(path)
         centre = torch.full((module.config.num_key_value_heads, 1, module.head_dim), 0.1 * layer)
-        set_basis(module, KeyBasis(centre, hadamard(module.head_dim)))
+        set_basis(module, KeyBasis(centre, random_signs(module.head_dim)))
     return model
 
 

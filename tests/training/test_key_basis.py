@@ -68,7 +68,7 @@ def test_the_centre_is_the_mean_over_real_rows_however_they_are_batched(policy) 
                 token_logprobs(policy, batch)
     for layer, path in layout.attentions.items():
         basis = basis_of(model.get_submodule(path))
-        assert basis is not None and basis.centre is not None and basis.turn is None
+        assert basis is not None and basis.centre is not None and basis.signs is None
         expected = torch.cat(seen[Site(layer, Kind.K)]).mean(0)
         assert torch.allclose(basis.centre.squeeze(1), expected, atol=1e-4)
 

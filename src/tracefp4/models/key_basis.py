@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tracefp4.errors import ConfigError
+from tracefp4.kernels.runtime import usable
 
 ATTRIBUTE = "tracefp4_key_basis"
 """Attribute of an attention module that has one."""
@@ -35,18 +37,16 @@ class KeyBasis:
 
     centre: Tensor | None
     """``(Hkv, 1, D)``, subtracted; ``None``: nothing."""
-    turn: Tensor | None
-    """``(D, D)`` orthonormal; ``None``: identity."""
+    signs: Tensor | None
+    """``(D,)`` of 1 and -1: turned as :func:`turned` does; ``None``: not turned."""
 
     def keys(self, k: Tensor) -> Tensor:
         """Keys ``(B, Hkv, S, D)`` in this basis, computed in float32 and rounded to their dtype."""
-        y = k.float()
-        y = y if self.centre is None else y - self.centre
-        return (y if self.turn is None else y @ self.turn).to(k.dtype)
+        return _in_basis(k, self.centre, self.signs)
 
     def queries(self, q: Tensor) -> Tensor:
         """Queries ``(B, Hq, S, D)`` in this basis, likewise."""
-        return q if self.turn is None else (q.float() @ self.turn).to(q.dtype)
+        return q if self.signs is None else _in_basis(q, None, self.signs)
 
 
 def basis_of(module: nn.Module) -> KeyBasis | None:
@@ -59,16 +59,56 @@ def set_basis(module: nn.Module, basis: KeyBasis) -> None:
     object.__setattr__(module, ATTRIBUTE, basis)
 
 
-def hadamard(width: int, seed: int = 0) -> Tensor:
-    """Orthonormal ``(width, width)`` float32: a Hadamard matrix whose rows have random signs.
+def random_signs(width: int, seed: int = 0) -> Tensor:
+    """``(width,)`` float32 of 1 and -1, for heads of ``width`` channels.
 
     Raises:
         ConfigError: ``width`` is not a power of two.
     """
     if width & (width - 1):
         raise ConfigError(f"keys of {width} channels cannot be rotated: their number is not a power of two")
-    h = torch.ones(1, 1)
-    while len(h) < width:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    signs = 2.0 * torch.randint(0, 2, (width, 1), generator=torch.Generator().manual_seed(seed)) - 1.0
-    return signs * h / math.sqrt(width)
+    return 2.0 * torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(seed)) - 1.0
+
+
+def turned(x: Tensor, signs: Tensor) -> Tensor:
+    """``x (..., D)`` float32 times ``diag(signs) H / sqrt(D)``, with ``H`` the Hadamard matrix of Sylvester.
+
+    In ``log2 D`` stages of sums and differences: of neighbours, of neighbouring pairs, and so on.
+    """
+    width, step = x.shape[-1], 1
+    y = x * signs
+    while step < width:
+        a, b = y.unflatten(-1, (-1, 2, step)).unbind(-2)
+        y, step = torch.stack((a + b, a - b), -2).flatten(-3), 2 * step
+    return y * _scale(width)
+
+
+def _scale(width: int) -> float:
+    return 1 / math.sqrt(width)
+
+
+def _in_basis(x: Tensor, centre: Tensor | None, signs: Tensor | None) -> Tensor:
+    if usable(x) and not torch.compiler.is_compiling():
+        return _Turn.apply(x, centre, signs)
+    y = x.float() if centre is None else x.float() - centre
+    return (y if signs is None else turned(y, signs)).to(x.dtype)
+
+
+class _Turn(torch.autograd.Function):
+    """One launch each way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, centre: Tensor | None, signs: Tensor | None) -> Tensor:
+        """Vectors ``(B, H, S, D)`` in the basis."""
+        from tracefp4.kernels.turn import turn
+
+        ctx.signs = signs
+        return turn(x, centre, signs, _scale(x.shape[-1]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Gradients in the basis of ``x``."""
+        from tracefp4.kernels.turn import turn
+
+        signs = ctx.signs
+        return grads[0] if signs is None else turn(grads[0], None, signs, _scale(len(signs)), back=True), None, None

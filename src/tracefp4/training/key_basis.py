@@ -19,7 +19,7 @@ from tracefp4.errors import CheckpointError, ConfigError
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import get_spec
 from tracefp4.models.binding import bound
-from tracefp4.models.key_basis import KeyBasis, basis_of, hadamard, set_basis
+from tracefp4.models.key_basis import KeyBasis, basis_of, random_signs, set_basis
 from tracefp4.models.layout import ModelLayout
 from tracefp4.training.batch import Example, collate, plan_micro_batches
 from tracefp4.training.policy import token_logprobs
@@ -67,7 +67,7 @@ def store_keys(
     if layout.latent_rank is not None:
         raise ConfigError("keys of latent attention are stored as they are: set key_basis = 'plain'")
     device = next(model.parameters()).device
-    turn = hadamard(layout.head_dim, seed).to(device) if "rotated" in name else None
+    signs = random_signs(layout.head_dim, seed).to(device) if "rotated" in name else None
     means = _Means(layout)
     if "centred" in name:
         with bound(model, means):
@@ -79,7 +79,7 @@ def store_keys(
                     token_logprobs(model, batch)
     for layer, path in layout.attentions.items():
         centre = (means.sums[layer] / means.rows).float().unsqueeze(1) if "centred" in name else None
-        set_basis(model.get_submodule(path), KeyBasis(centre, turn))
+        set_basis(model.get_submodule(path), KeyBasis(centre, signs))
 
 
 def write_bases(model: Any, layout: ModelLayout, file: Path) -> None:
@@ -87,10 +87,10 @@ def write_bases(model: Any, layout: ModelLayout, file: Path) -> None:
     parts: dict[str, Tensor] = {}
     for layer, path in layout.attentions.items():
         basis = basis_of(model.get_submodule(path))
-        for name in ("centre", "turn"):
-            part = None if basis is None else getattr(basis, name)
-            if part is not None:
-                parts[f"{layer}.{name}"] = part.detach().cpu().clone()  # layers share one turn
+        if basis is not None and basis.centre is not None:
+            parts[f"{layer}.centre"] = basis.centre.detach().cpu()
+        if basis is not None and basis.signs is not None:
+            parts["signs"] = basis.signs.detach().cpu()  # all layers share them
     if parts:
         save_file(parts, file)
     else:
@@ -105,15 +105,15 @@ def read_bases(model: Any, layout: ModelLayout, file: Path) -> None:
     """
     if not file.is_file():
         return
-    parts, device = load_file(file), next(model.parameters()).device
+    parts = load_file(file, device=str(next(model.parameters()).device))
+    signs = parts.pop("signs", None)
     for layer, path in layout.attentions.items():
-        centre, turn = (parts.pop(f"{layer}.{name}", None) for name in ("centre", "turn"))
-        sizes = (None if centre is None else centre.shape[::2]), (None if turn is None else turn.shape)
-        wanted = (layout.kv_heads, layout.head_dim), (layout.head_dim, layout.head_dim)
+        centre = parts.pop(f"{layer}.centre", None)
+        sizes = (None if centre is None else centre.shape[::2]), (None if signs is None else signs.shape)
+        wanted = (layout.kv_heads, layout.head_dim), (layout.head_dim,)
         if any(size is not None and tuple(size) != right for size, right in zip(sizes, wanted, strict=True)):
             raise CheckpointError(f"{file}: the basis of layer {layer} is of heads of another size")
-        if centre is not None or turn is not None:
-            moved = (None if part is None else part.to(device) for part in (centre, turn))
-            set_basis(model.get_submodule(path), KeyBasis(*moved))
+        if centre is not None or signs is not None:
+            set_basis(model.get_submodule(path), KeyBasis(centre, signs))
     if parts:
         raise CheckpointError(f"{file} has bases of layers that the model lacks: {', '.join(sorted(parts)[:4])}")
