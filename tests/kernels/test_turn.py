@@ -35,6 +35,13 @@ def test_equals_the_plain_code(width, dtype, device, same, monkeypatch):
             assert same(found.cpu(), out) and same(found_gradient.cpu(), gradient)
 
 
+def test_a_width_that_is_no_power_of_two_can_be_centred(device, same, monkeypatch):
+    x, grad = torch.randn(2, 1, 3, 5, 96).bfloat16().unbind(0)
+    basis = KeyBasis(torch.randn(3, 1, 96), None)
+    (out, gradient), (found, found_gradient) = both(basis, x, grad, True, device, monkeypatch)
+    assert same(found.cpu(), out) and same(found_gradient.cpu(), gradient)
+
+
 def test_one_token_and_none(device, monkeypatch):
     monkeypatch.setenv(SWITCH, "triton")
     basis = KeyBasis(torch.zeros(2, 1, 64, device=device), random_signs(64).to(device))

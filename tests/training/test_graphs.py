@@ -211,6 +211,25 @@ def test_a_checked_plan_is_settled_first(case, capture):
     assert [pulled is None for _, pulled in counted] == [True, True, False, True]
 
 
+def test_bits_that_an_observer_found_are_not_looked_for_again(case, capture):
+    layout, sites = case.layout, TrainerSites(case.layout, get_spec("nvfp4-w4a4-kv4"))
+    shapes, example = layout.site_shapes(get_spec("nvfp4-w4a4-kv4")), case.micro_batches[0][0]
+    example = replace(example, record=restrict(example.record, Plan.parse("c1-all+mid/s2"), shapes, layout.num_layers))
+    seen, found = [], []
+    hook = case.model.get_decoder().register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    with bound(case.model, sites):
+        graphs = DecoderGraphs(case.model, sites, 256, capture)
+        for observed in (True, False):
+            batch = collate([example], case.device)
+            if observed:
+                with sites.batch(batch, observer=Observer()), torch.no_grad():
+                    score_tokens(case.model, batch)
+            found.append((_gradients(case, sites, batch, graphs)[0], seen.count(False)))
+            seen.clear()
+    hook.remove()
+    assert torch.equal(found[0][0], found[1][0]) and [searches for _, searches in found] == [1, 1]
+
+
 def test_few_programs_are_kept(case, capture):
     sites = TrainerSites(case.layout, get_spec("bf16"))
     with bound(case.model, sites):

@@ -32,10 +32,11 @@ def _turn(
     x_ptr, centre_ptr, signs_ptr, out_ptr, count, heads, tokens, batch_stride, head_stride, token_stride, scale,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, CENTRE: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column, mask = tl.arange(0, WIDTH)[None, :], (row < count)[:, None]
     head, token = row % heads, row // heads
-    start = token // tokens * batch_stride + token % tokens * token_stride + head * head_stride
+    start = (token // tokens).to(tl.int64) * batch_stride + (token % tokens).to(tl.int64) * token_stride
+    start += head.to(tl.int64) * head_stride
     x = widen(tl.load(x_ptr + start[:, None] + column, mask=mask, other=0.0))
     if CENTRE:
         x -= tl.load(centre_ptr + head[:, None] * WIDTH + column, mask=mask, other=0.0)
@@ -45,14 +46,14 @@ def _turn(
         for stage in tl.static_range(STAGES):
             x = _stage(x, ROWS, WIDTH, 1 << (STAGES - 1 - stage if BACK else stage))
         x = x * signs if BACK else x * scale
-    tl.store(out_ptr + row[:, None] * WIDTH + column, narrow(x, out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row[:, None].to(tl.int64) * WIDTH + column, narrow(x, out_ptr.dtype.element_ty), mask=mask)
 
 
 def turn(x: Tensor, centre: Tensor | None, signs: Tensor | None, scale: float, *, back: bool = False) -> Tensor:
     """Vectors less a centre, in a turned basis: computed in float32, rounded once.
 
     Args:
-        x: ``(B, H, S, D)`` in any float dtype, ``D`` a power of two.
+        x: ``(B, H, S, D)`` in any float dtype, ``D`` a power of two; fewer than ``2^31`` vectors.
         centre: ``(H, 1, D)`` float32, contiguous; ``None``: 0.
         signs: ``(D,)`` float32 of 1 and -1; ``None``: no turn.
         scale: what sums and differences are multiplied with, once.

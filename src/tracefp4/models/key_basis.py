@@ -88,7 +88,8 @@ def _scale(width: int) -> float:
 
 
 def _in_basis(x: Tensor, centre: Tensor | None, signs: Tensor | None) -> Tensor:
-    if usable(x) and not torch.compiler.is_compiling():
+    width = x.shape[-1]
+    if not torch.compiler.is_compiling() and usable(x) and not width & (width - 1):
         return _Turn.apply(x, centre, signs)
     y = x.float() if centre is None else x.float() - centre
     return (y if signs is None else turned(y, signs)).to(x.dtype)

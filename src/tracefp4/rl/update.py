@@ -4,7 +4,8 @@ Each micro-batch loads its own guidance by handle (on a GPU, while the one befor
 and its loss is already divided by the denominators of the whole optimizer step. With one optimizer step a batch, the
 old log-probs *are* those of the update's own forward; with more, a guided forward without gradient computes them first,
 in the micro-batches of the update: the same rows beside the same padding, so that the ratio of the first optimizer step
-is 1 to the last bit. The mismatch of a step is that of the first forward, before any update.
+is 1 to the last bit (beside CUDA graphs, which pad to sizes of their own, to within rounding). The mismatch of a step
+is that of the first forward, before any update.
 
 Of several ranks each trains on its own examples. Denominators and metrics are those of all; the number of micro-batches
 is the largest of any rank, because every forward and backward is collective, and a rank that has fewer adds empty ones.

@@ -192,9 +192,10 @@ class DecoderGraphs:
 
     def _find_bits(self, guidance: GuidedRows, input_ids: Tensor) -> None:
         """Settle a checked plan; the checks of scales are counted in the pass that trains."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
-        with torch.no_grad(), self._sites.standing_in(guidance, self._sites.routes):
-            self._decoder(input_ids=input_ids, position_ids=positions, use_cache=False)
+        if not all(record.bits for record in guidance.sites.values()):  # an observer's pass may have found them
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
+            with torch.no_grad(), self._sites.standing_in(guidance, self._sites.routes):
+                self._decoder(input_ids=input_ids, position_ids=positions, use_cache=False)
         guidance.settle()
 
     def _give_up(self, why: str) -> None:
