@@ -13,24 +13,19 @@ As ``kv_error.py``, for the inputs of both products of an expert and for its wei
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 
 import torch
-from kv_error import Means, Treatment, exact, hadamard, line, plain, texts
+from kv_error import Means, Subject, Treatment, arguments, exact, hadamard, line, plain
 from torch import Tensor
 
 from tracefp4.core import Kind, Site
 from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import Spec, get_spec
-from tracefp4.models.binding import bound
-from tracefp4.models.layout import ModelLayout, describe
+from tracefp4.models.layout import ModelLayout
 from tracefp4.models.sites import Operand
 from tracefp4.quantizers.four_over_six import quantize_four_over_six
 from tracefp4.quantizers.nearest import quantize_nearest
-from tracefp4.rl.policies import load_named
-from tracefp4.training.batch import Example, collate
-from tracefp4.training.policy import token_logprobs
 from tracefp4.training.sites import TrainerSites
 
 Rounding = Callable[[Tensor, Numerics], Tensor]
@@ -88,32 +83,19 @@ def four_over_six(w: Tensor, numerics: Numerics) -> Tensor:
 
 def main() -> None:
     """Print a line a treatment."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("policy")
-    parser.add_argument("--spec", default="nvfp4-w4a4")
-    parser.add_argument("--texts", type=int, default=12)
-    parser.add_argument("--device", default="cpu")
+    parser = arguments(__doc__, "nvfp4-w4a4")
     chosen = parser.parse_args()
     spec = get_spec(chosen.spec)
     inputs, numerics = Spec("inputs", None, spec.activations, None), spec.weights
     if numerics is None:
         parser.error(f"spec {chosen.spec!r} leaves weights in bfloat16; take nvfp4-w4a4 or mxfp4-w4a4-kv4")
-    loaded = load_named(chosen.policy, chosen.device)
-    model, layout = loaded.model.eval(), describe(loaded.model)
-    chunks = [tuple(loaded.tokenizer(text)["input_ids"]) for text in texts(chosen.texts)]
-    examples = [Example(tokens, 1, index=index) for index, tokens in enumerate(chunks)]
-    owner = [example.index for example in examples for _ in range(example.rows)]
-    weights = {n: p for n, p in model.named_parameters() if n.endswith(("gate_up_proj", "down_proj")) and p.ndim == 3}
+    subject = Subject(chosen.policy, chosen.texts, chosen.device)
+    named = subject.model.named_parameters()
+    weights = {n: p for n, p in named if n.endswith(("gate_up_proj", "down_proj")) and p.ndim == 3}
     own = {name: p.detach().clone() for name, p in weights.items()}
 
     def score(first: Treatment, second: Treatment) -> Tensor:
-        sites, parts = Treated(layout, inputs, {Kind.EXPERTS_IN: first, Kind.EXPERTS_MID: second}), []
-        with bound(model, sites), torch.no_grad():
-            for example in examples:
-                batch = collate([example], torch.device(chosen.device))
-                with sites.batch(batch):
-                    parts.append(token_logprobs(model, batch)[0][batch.response])
-        return torch.cat(parts).double().cpu()
+        return subject.score(Treated(subject.layout, inputs, {Kind.EXPERTS_IN: first, Kind.EXPERTS_MID: second}))
 
     def put(rounding: Rounding | None) -> None:
         for name, p in weights.items():
@@ -122,7 +104,7 @@ def main() -> None:
     means = Means()
     floor = score(exact, exact)
     score(means.look, means.look)
-    print(f"{len(floor)} tokens of {len(examples)} texts; {-floor.mean():.4f} nats a token in bfloat16")
+    subject.introduce(floor)
     print(f"{'in':10} {'between':10} {'weights':15} {'more nats':>10} {'95 % interval':16} {'mean |d|':>9} {'k3':>8}")
     treatments: dict[str, Treatment] = {
         "exact": exact, "rounded": plain, "rotated": rotated, "centred": means.centred(plain)
@@ -142,7 +124,7 @@ def main() -> None:
             put(roundings[rounding])
             last = rounding
         delta = score(treatments[first], treatments[second]) - floor
-        print(f"{first:10} {second:10} {rounding:15} {line(delta, owner)}", flush=True)
+        print(f"{first:10} {second:10} {rounding:15} {line(delta, subject.owner)}", flush=True)
 
 
 if __name__ == "__main__":

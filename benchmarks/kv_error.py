@@ -120,35 +120,53 @@ def line(delta: Tensor, owner: Sequence[int]) -> str:
     return f"{cost.estimate:10.3f} {between:16} {delta.abs().mean():9.3f} {k3:8.3f}"
 
 
-def main() -> None:
-    """Print a line a treatment."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None, spec: str) -> argparse.ArgumentParser:
+    """A parser for a policy, a spec, texts and a device."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("policy")
-    parser.add_argument("--spec", default="nvfp4-kv4")
+    parser.add_argument("--spec", default=spec)
     parser.add_argument("--texts", type=int, default=12)
     parser.add_argument("--device", default="cpu")
-    chosen = parser.parse_args()
-    loaded = load_named(chosen.policy, chosen.device)
-    model, layout = loaded.model.eval(), describe(loaded.model)
-    chunks = [tuple(loaded.tokenizer(text)["input_ids"]) for text in texts(chosen.texts)]
-    examples = [Example(tokens, 1, index=index) for index, tokens in enumerate(chunks)]
-    owner = [example.index for example in examples for _ in range(example.rows)]
+    return parser
 
-    def score(spec: str, **treatments: Treatment) -> Tensor:
-        sites = Treated(
-            layout, get_spec(spec), {Kind.K: treatments.get("k", plain), Kind.V: treatments.get("v", plain)}
-        )
+
+class Subject:
+    """A policy and the texts that it scores."""
+
+    def __init__(self, policy: str, count: int, device: str) -> None:
+        loaded = load_named(policy, device)
+        self.model, self.layout, self.device = loaded.model.eval(), describe(loaded.model), torch.device(device)
+        chunks = [tuple(loaded.tokenizer(text)["input_ids"]) for text in texts(count)]
+        self.examples = [Example(tokens, 1, index=index) for index, tokens in enumerate(chunks)]
+        self.owner = [example.index for example in self.examples for _ in range(example.rows)]
+        """The text of each token."""
+
+    def score(self, sites: TrainerSites) -> Tensor:
+        """Log-probabilities of all tokens, float64 on the host."""
         parts = []
-        with bound(model, sites), torch.no_grad():
-            for example in examples:
-                batch = collate([example], torch.device(chosen.device))
+        with bound(self.model, sites), torch.no_grad():
+            for example in self.examples:
+                batch = collate([example], self.device)
                 with sites.batch(batch):
-                    parts.append(token_logprobs(model, batch)[0][batch.response])
+                    parts.append(token_logprobs(self.model, batch)[0][batch.response])
         return torch.cat(parts).double().cpu()
+
+    def introduce(self, floor: Tensor) -> None:
+        """Print what is scored, and how likely it is in bfloat16."""
+        print(f"{len(floor)} tokens of {len(self.examples)} texts; {-floor.mean():.4f} nats a token in bfloat16")
+
+
+def main() -> None:
+    """Print a line a treatment."""
+    chosen = arguments(__doc__, "nvfp4-kv4").parse_args()
+    subject = Subject(chosen.policy, chosen.texts, chosen.device)
+
+    def score(spec: str, k: Treatment = plain, v: Treatment = plain) -> Tensor:
+        return subject.score(Treated(subject.layout, get_spec(spec), {Kind.K: k, Kind.V: v}))
 
     floor, means = score("bf16"), Means()
     score(chosen.spec, k=means.look, v=means.look)
-    print(f"{len(floor)} tokens of {len(examples)} texts; {-floor.mean():.4f} nats a token in bfloat16")
+    subject.introduce(floor)
     print(f"{'keys':20} {'values':20} {'more nats':>10} {'95 % interval':16} {'mean |d|':>9} {'k3':>8}")
     named: dict[str, Treatment] = {
         "exact": exact,
@@ -160,7 +178,7 @@ def main() -> None:
     for k, v in [("rounded", "rounded"), *((k, "exact") for k in list(named)[1:]),
                  *(("exact", v) for v in list(named)[1:]), ("centred, rotated", "rotated")]:  # fmt: skip
         delta = score(chosen.spec, k=named[k], v=named[v]) - floor
-        print(f"{k:20} {v:20} {line(delta, owner)}", flush=True)
+        print(f"{k:20} {v:20} {line(delta, subject.owner)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def test_bases_are_written_and_read_again(policy, tmp_path) -> None:
 def test_bases_of_another_model_are_refused(policy, tmp_path) -> None:
     model, layout, file = copy.deepcopy(policy), describe(policy), tmp_path / FILE
     path = layout.attentions[0]
-    set_basis(model.get_submodule(path), KeyBasis(None, torch.eye(layout.head_dim * 2)))
+    set_basis(model.get_submodule(path), KeyBasis(None, torch.ones(layout.head_dim * 2)))
     write_bases(model, layout, file)
     with pytest.raises(CheckpointError, match="basis of layer 0 is of heads of another size"):
         read_bases(copy.deepcopy(policy), layout, file)
