@@ -151,24 +151,27 @@ def rounding() -> list[bool]:
         gated = shared | wanted | {"TILE": 1024 // n.block, "GATED": True, "DECODE": n.scope == "token", "BITS": 0}
         for more in ({}, {"BITS": 1, "VECTORS": 8}):
             done.append(report(f"gate and quantize {name}{' r1 in place' * bool(more)}", quantize._quantize, SMALL,
-                               gated | more, 1024, num_warps=1, enable_fp_fusion=False))  # fmt: skip
+                               gated | more, 1024, num_warps=2, enable_fp_fusion=False))  # fmt: skip
         for gate_too in (False, True):
             constants = shared | {"GATED": gate_too, "BITS": 1, "VECTORS": 1}
             done.append(report(f"{'gate and ' * gate_too}compensate {name} r1 in place", residual._compensate, SMALL,
                                constants, 2048, num_warps=4, enable_fp_fusion=False))  # fmt: skip
-        for bits, scale_bits, partial in ((1, 8, False), (1, 3, True), (4, 8, False)):
-            follow = {"GATED": False, "ORDERED": partial, "PARTIAL": partial, "SCALE_BITS": scale_bits, "BITS": bits,
-                      "KEPT": 0, "CODES": False, "PACKED": False, "OPERAND": True, "VALUES": False}  # fmt: skip
-            done.append(report(f"guided {name} r{bits}/s{scale_bits}{' partial' * partial}", guided._quantize_guided,
-                               SMALL, shared | follow, 2048, num_warps=2, enable_fp_fusion=False))  # fmt: skip
-        follow = {"GATED": False, "ORDERED": False, "PARTIAL": False, "SCALE_BITS": 2, "BITS": 0, "KEPT": 1,
-                  "CODES": False, "PACKED": False, "OPERAND": False, "VALUES": False}  # fmt: skip
-        done.append(report(f"nearest {name} at scales s2, r1 kept", guided._quantize_guided, SMALL, shared | follow,
-                           2048, num_warps=2, enable_fp_fusion=False))  # fmt: skip
-        follow = {"GATED": True, "ORDERED": False, "PARTIAL": False, "SCALE_BITS": 8, "BITS": 1, "KEPT": 0,
-                  "CODES": False, "PACKED": False, "OPERAND": True, "VALUES": False}  # fmt: skip
-        done.append(report(f"gate and guided {name} r1", guided._quantize_guided, SMALL, shared | follow, 2048,
-                           num_warps=2, enable_fp_fusion=False))  # fmt: skip
+        plain = {"GATED": False, "JOINED": 0, "ORDERED": False, "PARTIAL": False, "KEPT": 0, "CODES": False,
+                 "PACKED": False, "OPERAND": True, "VALUES": False, "BITS": 1}  # fmt: skip
+        forms: list[tuple[str, int, dict[str, Any]]] = [
+            ("guided {} r1/s8", 2, {"SCALE_BITS": 8}),
+            ("guided {} r1/s3 partial", 2, {"SCALE_BITS": 3, "ORDERED": True, "PARTIAL": True}),
+            ("guided {} r4/s8", 2, {"SCALE_BITS": 8, "BITS": 4}),
+            ("nearest {} at scales s2, r1 kept", 2, {"SCALE_BITS": 2, "BITS": 0, "KEPT": 1, "OPERAND": False}),
+            ("gate and guided {} r1/s8", 4, {"SCALE_BITS": 8, "GATED": True}),
+            ("gate and guided {} r1/s2", 4, {"SCALE_BITS": 2, "GATED": True}),
+        ]
+        if n.scope != "token":
+            joined = {"SCALE_BITS": 2, "JOINED": 64 // n.block, "OPERAND": False, "VALUES": True}
+            forms.append(("guided {} r1/s2, vectors of 64", 8, joined))
+        for form, warps, own in forms:
+            done.append(report(form.format(name), guided._quantize_guided, SMALL, shared | plain | own, 2048,
+                               num_warps=warps, enable_fp_fusion=False))  # fmt: skip
         if n.eight:
             continue  # codes of eight bits are not kept
         done.append(report(f"dequantize {name}", dequantize._dequantize, SMALL | {"factor_ptr": "*fp32"},

@@ -12,6 +12,7 @@ from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.formats import blocks, e4m3
 from tracefp4.formats.fused import has_kernel, rules
 from tracefp4.formats.numerics import get_numerics
+from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.codec import pack_bits, pack_scales, unpack_bits
 from tracefp4.guidance.record import SiteRecord
 from tracefp4.guidance.rounding import nearest_planes
@@ -100,6 +101,20 @@ def test_every_value_of_eight_bits_under_every_outcome(bits, device, same):
         codes = choose_eight(x.clamp(-448, 448), outcome.low, bits)
         assert same(found.codes, codes)
         assert same(found.operand, blocks.Quantized(codes, scales, None, n).operand())
+
+
+@pytest.mark.parametrize("spec, bits, scale_bits", [("nvfp4-w4a4-kv4", 1, 2), ("mxfp4-w4a4-kv4", 2, 8)])
+def test_vectors_that_share_no_scale_are_one_long_row(spec, bits, scale_bits, device, make_values, same):
+    """Of 64 values, so a program has many, and the last one fewer than the others."""
+    n = get_spec(spec).kv
+    x = make_values(53, 64, "wide", seed=8)
+    *packed, outcome = recorded(x, n, bits, scale_bits)
+    expected = quantize_guided(x, outcome, n)
+    with_gaps = torch.nn.functional.pad(x, (0, 64)).to(device)[:, :64]
+    for found in (run(x, n, packed, outcome, device), run(with_gaps, n, packed, outcome, device)):
+        assert same(found.codes, expected.codes)
+        assert same(found.scales, expected.scales)
+        assert same(found.values, expected.dequantize(torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", "sglang-kv-nvfp4", "mxfp8"])

@@ -19,7 +19,7 @@ for name in ("nvfp4-te", "mxfp8"):
     n = rules(get_numerics(name))
     shared = {"TILE": 2048 // n.block, "GATED": False, "PACKED": False, "OPERAND": True, "VALUES": False}
     shared |= n.constants()
-    follow = {"ORDERED": False, "PARTIAL": True, "KEPT": 0, "CODES": True, "SCALE_BITS": 2}
+    follow = {"JOINED": 0, "ORDERED": False, "PARTIAL": True, "KEPT": 0, "CODES": True, "SCALE_BITS": 2}
     own = {"DECODE": False, "GIVEN": False, "CODES": True, "VECTORS": 0, "BITS": 1}
     kernels = {f"guided r{bits}": (guided._quantize_guided, shared | follow | {"BITS": bits}) for bits in (1, 4)}
     for word, (kernel, constants) in {**kernels, "nearest": (quantize._quantize, shared | own)}.items():

@@ -6,6 +6,9 @@ A vector without guidance is rounded to nearest with scales of its own by the sa
 second pass and no merge. Without recorded bits a vector is rounded to nearest at the rollout's scales, which is how a
 trainer finds bits that it has checks of. Nothing is unpacked to memory and nothing in fp32 is kept: the gradient is
 straight-through.
+
+Vectors of K and V have some 64 values, which is no work for a program. Where no scale spans a vector and all of them
+are in order and guided, they are taken as one long row, and only what was recorded is looked up vector by vector.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from tracefp4.kernels.elements import guided, nearest
 from tracefp4.kernels.outputs import Fused, allocate, given_or
-from tracefp4.kernels.quantize import ROW_LIMIT, load_blocks, tile_of, warps_of, write
+from tracefp4.kernels.quantize import ROW_LIMIT, joins_rows, load_blocks, tile_of, warps_of, write
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import (
     block_amax,
@@ -46,7 +49,7 @@ def _restored(own, low, SCALE_BITS: tl.constexpr, E8M0: tl.constexpr):
 
 @triton.jit
 def _recorded_scales(ptr, row, block, inside, blocks, SCALE_BITS: tl.constexpr):
-    """Recorded scale bytes, whole or their low bits, of a vector's blocks (int32)."""
+    """Recorded scale bytes, whole or their low bits, of blocks of a vector of ``blocks`` (int32)."""
     if SCALE_BITS == 8:
         return tl.load(ptr + row * blocks + block, mask=inside, other=0).to(tl.int32)
     else:
@@ -59,14 +62,13 @@ def _recorded_scales(ptr, row, block, inside, blocks, SCALE_BITS: tl.constexpr):
 
 
 @triton.jit
-def _recorded_bits(ptr, row, block, width, TILE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Recorded low bits ``(TILE, BLOCK)`` (int32) of a vector's codes; a block's bits of a plane are one word."""
+def _recorded_bits(ptr, row, block, inside, blocks, TILE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Recorded low bits ``(TILE, BLOCK)`` (int32) of codes; a block's bits of a plane are one word."""
     kind: tl.constexpr = tl.int16 if BLOCK == 16 else tl.int32
     words = ptr.to(tl.pointer_type(kind))
     low = tl.zeros((TILE, BLOCK), tl.int32)
     for bit in tl.static_range(BITS):
-        at = words + (row * BITS + bit) * (width // BLOCK) + block
-        data = tl.load(at, mask=block * BLOCK < width, other=0).to(tl.int32)
+        data = tl.load(words + (row * BITS + bit) * blocks + block, mask=inside, other=0).to(tl.int32)
         low |= ((data[:, None] >> tl.arange(0, BLOCK)[None, :]) & 1) << bit
     return low
 
@@ -76,7 +78,7 @@ def _quantize_guided(
     x_ptr, planes_ptr, recorded_ptr, global_ptr, rows_ptr, valid_ptr,
     codes_ptr, packed_ptr, scales_ptr, new_global_ptr, decode_ptr, operand_ptr, values_ptr, kept_ptr,
     width, x_stride, vectors,
-    TILE: tl.constexpr, GATED: tl.constexpr, ORDERED: tl.constexpr, PARTIAL: tl.constexpr,
+    TILE: tl.constexpr, GATED: tl.constexpr, JOINED: tl.constexpr, ORDERED: tl.constexpr, PARTIAL: tl.constexpr,
     SCALE_BITS: tl.constexpr, BITS: tl.constexpr, KEPT: tl.constexpr,
     CODES: tl.constexpr, PACKED: tl.constexpr, OPERAND: tl.constexpr, VALUES: tl.constexpr,
     BLOCK: tl.constexpr, EIGHT: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
@@ -84,6 +86,7 @@ def _quantize_guided(
     QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
     CONSTANT: tl.constexpr,
 ):  # fmt: skip
+    """``JOINED``: blocks of a vector, if vectors are taken as one long row; else 0."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = block * BLOCK < width
@@ -94,6 +97,9 @@ def _quantize_guided(
     follows = True
     if PARTIAL:
         follows = tl.load(valid_ptr + source // vectors) != 0
+    place, blocks = block, width // BLOCK
+    if JOINED:
+        source, place, blocks = block // JOINED, block % JOINED, JOINED
 
     amax = block_amax(x)
     g = 1.0
@@ -105,7 +111,7 @@ def _quantize_guided(
     encode, decode = global_forms(g, SCOPE, GLOBAL_FORM, CONSTANT)
     if SCOPE == "token":
         tl.store(decode_ptr + row, decode)
-    scale = _recorded_scales(recorded_ptr, source, block, inside, width // BLOCK, SCALE_BITS)
+    scale = _recorded_scales(recorded_ptr, source, place, inside, blocks, SCALE_BITS)
     if PARTIAL or SCALE_BITS != 8:
         own = block_scale(amax, encode, decode, EIGHT, E8M0, SCALE_RULE, SCALE_FLOOR, FLOOR_BYTE, ZERO_BYTE)
         if SCALE_BITS != 8:
@@ -118,15 +124,11 @@ def _quantize_guided(
     signs = signs_under(scale, E8M0)[:, None]
     if BITS == 0:
         code, level = nearest(z, signs, EIGHT, TIES, NEGATIVE_ZERO)
-    elif PARTIAL:
-        if follows:  # a number that the program reads, unlike PARTIAL
-            low = _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS)
-            code, level = guided(z, low, signs, EIGHT, BITS)
-        else:
-            code, level = nearest(z, signs, EIGHT, TIES, NEGATIVE_ZERO)
-    else:
-        low = _recorded_bits(planes_ptr, source, block, width, TILE, BLOCK, BITS)
+    elif follows:  # decided by the compiler, or under PARTIAL by a number that the program reads
+        low = _recorded_bits(planes_ptr, source, place, inside, blocks, TILE, BLOCK, BITS)
         code, level = guided(z, low, signs, EIGHT, BITS)
+    else:
+        code, level = nearest(z, signs, EIGHT, TIES, NEGATIVE_ZERO)
     broken = has_nan(z, amax, unit, PARTIAL or SCALE_BITS != 8, E8M0, QUOTIENT)
     if PARTIAL:
         broken = broken & follows
@@ -197,15 +199,20 @@ def quantize_guided(
     out = allocate(x, x.shape[:1], width, rules, codes, packed, operand, values, kept)
     if rules.scope == "token":
         out.decode = torch.empty((count, 1), dtype=torch.float32, device=x.device)
+    joined = 0
+    if rows is None and valid is None and kept < 2 and not gated and joins_rows(x, rules):
+        joined, count, width = width // rules.block, 1, x.numel()
     tile, none = tile_of(width, rules), out.scales
-    _quantize_guided[(count, cdiv(width // rules.block, tile))](
+    grid = (count, cdiv(width // rules.block, tile))
+    _quantize_guided[grid](
         x, planes, recorded, *(given_or(t, none) for t in (global_scale, rows, valid, out.codes, out.packed)),
         out.scales,
         *(given_or(t, none) for t in (out.global_scale, out.decode, out.operand, out.values, out.planes)),
         width, x.stride(0), vectors,
-        TILE=tile, GATED=gated, ORDERED=rows is not None, PARTIAL=valid is not None,
+        TILE=tile, GATED=gated, JOINED=joined, ORDERED=rows is not None, PARTIAL=valid is not None,
         SCALE_BITS=scale_bits, BITS=bits, KEPT=kept,
         CODES=codes, PACKED=packed, OPERAND=operand, VALUES=values is not None,
-        **rules.constants(), num_warps=warps_of(tile * rules.block), enable_fp_fusion=False,
+        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1], 16 if gated else 32),
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -306,7 +306,8 @@ def quantize(
         TILE=tile, GATED=gated, GIVEN=given, DECODE=out.decode is not None, CODES=codes, PACKED=packed,
         OPERAND=out.operand is not None, VALUES=values is not None, BITS=bits,
         VECTORS=0 if place is None else place.vectors,
-        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1]), enable_fp_fusion=False,
+        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1], 16 if gated else 32),
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -328,8 +329,9 @@ def tile_of(width: int, rules: Rules, given: bool = False) -> int:
 def warps_of(values: int, programs: int = _WARPS, each: int = 32) -> int:
     """Warps for a tile; one at least, sixteen at most.
 
-    ``each`` values a thread, so that scales weigh little, if there are ``programs`` enough. With fewer of them, as in a
-    decode step, a thread's length decides: as many warps as the GPU has room for, down to 8 values a thread, one load.
+    ``each`` values a thread, so that scales weigh little, if there are ``programs`` enough. A gate needs more registers
+    for each, and half as many values then leave room for warps that hide each other's loads. With fewer programs, as in
+    a decode step, a thread's length decides: as many warps as the GPU has room for, down to 8 values a thread, a load.
     """
     size, room = next_power_of_2(values), 1 << (max(_WARPS // programs, 1).bit_length() - 1)
     return max(1, min(16, max(size // (32 * each), min(size // 256, room))))

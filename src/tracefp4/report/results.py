@@ -132,7 +132,7 @@ def read_result(folder: Path, seed: int) -> RunResult:
     result.seconds = max(0.0, result.seconds - float(run.summary.get("warm_start_seconds", 0.0)))
     result.environment = dict(run.summary.get("environment", {}))
     result.series = {name: series for name in SERIES if (series := _rounded(run.series(name)))}
-    found = [Evaluation(row["step"], row["eval/scores"]) for row in _evaluations(folder)]
+    found = [Evaluation(row["step"], _whole(row["eval/scores"])) for row in _evaluations(folder)]
     if found:
         result.first, result.last = found[0], found[-1]
         # The evaluation before training is no step of it.
@@ -141,7 +141,7 @@ def read_result(folder: Path, seed: int) -> RunResult:
     for method in POSTHOC:
         data = _json(folder / "posthoc" / f"{method}.json")
         if data is not None:
-            result.posthoc[method] = data["by_item"]
+            result.posthoc[method] = _whole(data["by_item"])
     measured, rolled = _json(folder / "probe" / "measure.json"), _json(folder / "probe" / "profile.json")
     result.measure = None if measured is None else {k: v for k, v in measured.items() if k != "sites"}
     result.profile = None if rolled is None else rolled["profile"]
@@ -198,6 +198,11 @@ def _run(data: dict[str, Any]) -> RunResult:
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
     path = folder / "evaluations.jsonl"
     return [row for row in read_lines(path, []) if row.get("eval/scores")] if path.is_file() else []
+
+
+def _whole(scores: list[float]) -> list[float]:
+    """Scores of 0 and 1 as integers, which are most of the file."""
+    return [int(score) if score == int(score) else score for score in scores]
 
 
 def _rounded(series: Series) -> Series:
