@@ -254,10 +254,11 @@ def attention() -> list[bool]:
             plain = word == "bf16"
             shared = common | {"FP4": not plain, "MX": mx, "BLOCK": block}
             for alone in (False, True):
-                constants = shared | {"COLUMNS": 8, "PAGE": 16, "SPAN": 512, "ROWS": 32, "ALONE": alone, "SINKS": alone}
+                constants = shared | {"COLUMNS": 8, "PAGE": 16, "SPAN": 512, "ROWS": 32, "ALONE": alone, "SINKS": alone,
+                             "NARROW": True}  # fmt: skip
                 done.append(report(f"decode attention {word} D{width}{' alone' * alone}", attention_decode._split,
                                    pointers if plain else fp4, constants, 32 * 2 * width, num_warps=1,
-                                   num_stages=3))  # fmt: skip
+                                   num_stages=3 if plain else 5))  # fmt: skip
             constants = shared | {"QUERIES": 128, "COLUMNS": 64, "SINKS": False}
             kinds = pointers if plain else fp4
             done.append(report(f"prefill attention {word} D{width}", attention_prefill._prefill, kinds, constants,

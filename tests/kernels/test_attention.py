@@ -172,7 +172,7 @@ def configurations():
             for name in ("nvfp4-te", "mxfp4-ceil", None):
                 quick = GPU or (shape == "gpt-oss" and index == 0 and name != "mxfp4-ceil")
                 marks = [] if quick else [pytest.mark.slow]
-                yield pytest.param(name, width, heads // kv_heads, config, marks=marks, id=f"{shape}-{name}-{config}")
+                yield pytest.param(name, width, heads // kv_heads, config, marks=marks, id=f"{shape}-{name}-{index}")
 
 
 @pytest.mark.parametrize("name, width, group, config", list(configurations()))
@@ -180,19 +180,45 @@ def test_every_configuration_of_the_benchmark(name, width, group, config, device
     """Several splits, an end in the middle of a tile, and one token, in the tiles that are timed."""
     from tracefp4.kernels.attention_decode import decode_attention
 
-    span, rows, warps, stages = config
+    span, rows = config.get("span", 1024), config.get("rows", 32)
     tokens = 2 * span + 77 if device.type == "cuda" else 77
     kv, table, _, k, v = filled(name, device, tokens=tokens, heads=2, width=width)
     lengths = [tokens, 1, rows + 1, tokens - span] if device.type == "cuda" else [tokens, 1, rows + 1]
     q = torch.randn(len(lengths), 2 * group, width, generator=torch.Generator().manual_seed(5)).bfloat16()
     found = decode_attention(
         q.to(device), kv, table.expand(len(lengths), -1).contiguous().to(device),
-        torch.tensor(lengths, device=device), width**-0.5, span=span, rows=rows, warps=warps, stages=stages,
+        torch.tensor(lengths, device=device), width**-0.5, **config,
     ).cpu()  # fmt: skip
     k, v = stands_for(k, name), stands_for(v, name)
     for i, length in enumerate(lengths):
         expected = attention(q[i : i + 1], k[:, :length], v[:, :length], width**-0.5, before=length - 1)
         assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", None])
+def test_a_pool_too_large_for_32_bits(name, device):
+    """Tokens beyond 2^31 places of the codes; only pages that are used are ever touched."""
+    from tracefp4.kernels.attention_decode import decode_attention
+
+    tokens, width = 40, 64
+    kv, table, *_ = filled(name, device, tokens=tokens, heads=2, width=width)
+    slots = -(-(2**31) // kv.codes.stride(0)) // 16 * 16 + len(kv.codes) + 16
+    far = (slots - len(kv.codes)) // 16
+    try:
+        codes = torch.empty(slots, kv.codes.shape[1], dtype=kv.codes.dtype, device=device)
+        scales = None if kv.scales is None else torch.empty(slots, kv.scales.shape[1], dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        pytest.skip(f"no room for such a pool: {error}")
+    codes[16 * far :] = kv.codes
+    if scales is not None and kv.scales is not None:
+        scales[16 * far :] = kv.scales
+    q = torch.randn(1, 4, width, generator=torch.Generator().manual_seed(6)).bfloat16().to(device)
+    lengths = torch.tensor([tokens], device=device)
+    near = decode_attention(q, kv, table[None].to(device), lengths, width**-0.5)
+    found = decode_attention(
+        q, replace(kv, codes=codes, scales=scales), (table + far)[None].to(device), lengths, width**-0.5
+    )
+    assert torch.equal(found, near)
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", None])

@@ -98,11 +98,9 @@ def _attention_case(bench: Bench, shape: str, batch: int, context: int) -> None:
         fill_codes(kv.codes, kv.scales, kv.mx)
         nbytes = kv.codes.nbytes + (0 if kv.scales is None else kv.scales.nbytes)
         cases = []
-        for span, rows, warps, stages in attention_configs():
-            text = f"span {span} rows {rows} warps {warps} stages {stages}"
-            work: Work = lambda kv=kv, c=(span, rows, warps, stages): decode_attention(  # noqa: E731
-                q, kv, pages, lengths, width**-0.5, span=c[0], rows=c[1], warps=c[2], stages=c[3]
-            )
+        for config in attention_configs():
+            text = ", ".join(f"{key} {value}" for key, value in config.items())
+            work: Work = lambda kv=kv, c=config: decode_attention(q, kv, pages, lengths, width**-0.5, **c)  # noqa: E731
             cases.append((text, [work]))
         bench.best(name, arm, cases, nbytes)
         del kv, cases
@@ -113,10 +111,11 @@ def _attention_case(bench: Bench, shape: str, batch: int, context: int) -> None:
     bench.add(name, "sdpa", [dense], k.nbytes + v.nbytes)
 
 
-def attention_configs() -> list[tuple[int, int, int, int]]:
-    """Span, rows, warps, stages."""
-    found = [(span, 32, 1, stages) for span in (256, 512, 1024) for stages in (5, 6)]
-    return [*found, (1024, 32, 1, 2), (1024, 32, 1, 7), (1024, 64, 2, 3)]
+def attention_configs() -> list[dict[str, int]]:
+    """Arguments of :func:`tracefp4.kernels.attention_decode.decode_attention`."""
+    found: list[dict[str, int]] = [{"span": s, "stages": stages} for s in (256, 512, 1024) for stages in (5, 6)]
+    found += [{"span": s, "stages": 5, "registers": 112} for s in (512, 1024)]
+    return [*found, *({"span": 1024, "stages": s} for s in (2, 7)), {"rows": 64, "warps": 2, "stages": 3}]
 
 
 def fill_codes(codes: Tensor, scales: Tensor | None, mx: bool) -> None:

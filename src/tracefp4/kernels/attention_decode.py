@@ -117,8 +117,9 @@ def _split(
     pages_stride, code_stride, scale_stride, factor, window, splits, shift,
     HEADS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr,
-    ALONE: tl.constexpr, SINKS: tl.constexpr,
+    ALONE: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
+    """``NARROW``: places of codes in the pool fit into an int32."""
     TILES: tl.constexpr = 4 if FP4 else D // 64
     b, h = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     length = tl.load(lengths_ptr + b).to(tl.int32)
@@ -139,7 +140,7 @@ def _split(
         position = first + tl.arange(0, ROWS)
         inside = (position < stop) & (position >= length - window)
         page = tl.load(pages_ptr + b * pages_stride + position // PAGE, mask=inside, other=0)
-        slot = page.to(tl.int64) * PAGE + position % PAGE
+        slot = page.to(tl.int32 if NARROW else tl.int64) * PAGE + position % PAGE
         code, scale = codes_ptr + slot * code_stride, scales_ptr + slot * scale_stride
         k = _tiles(code + 2 * h * step, scale + 2 * h * (D // BLOCK), inside, ROWS, D, FP4, MX, BLOCK, False)
         s = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -232,6 +233,7 @@ def decode_attention(
     rows: int = 32,
     warps: int = 1,
     stages: int | None = None,
+    registers: int | None = None,
 ) -> Tensor:
     """Attention of one query token of each sequence over its pages.
 
@@ -247,6 +249,7 @@ def decode_attention(
         rows: tokens that a program takes at a time.
         warps: warps of a program.
         stages: stages of the pipeline of loads; block tables and what they point to take one each.
+        registers: the most of a thread, so that more programs fit on a multiprocessor.
 
     Returns:
         bfloat16 ``(B, Hq, D)``.
@@ -269,7 +272,7 @@ def decode_attention(
         splits, kv.shift,
         HEADS=kv.heads, GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group)), D=width, PAGE=kv.page, SPAN=span,
         ROWS=rows, FP4=fp4, MX=kv.mx, BLOCK=kv.block, ALONE=alone, SINKS=alone and sinks is not None,
-        num_warps=warps, num_stages=stages,
+        NARROW=len(kv.codes) * kv.codes.stride(0) < 2**31, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     if not alone:
         _combine[(batch * heads,)](
