@@ -179,12 +179,13 @@ def rounding() -> list[bool]:
                            num_warps=4, enable_fp_fusion=False))  # fmt: skip
     frames = {"frames_ptr": BYTES, "source_ptr": "*i64", "strip_ptr": "*i64", "out_ptr": BYTES}
     done.append(report("frames of a batch", stack._stack, frames, {"BYTES": 4096}, 4096, num_warps=4))
-    for each in (False, True):
-        constants = {"WORDS": 16, "WHOLE": True, "EACH": each, "VALID": True, "COUNT": not each}
-        pointers = {"data_ptr": BYTES, "valid_ptr": "*i1", "keys_ptr": "*i64", "expected_ptr": "*i32",
-                    "out_ptr": "*i32" if each else "*i64"}  # fmt: skip
-        done.append(report("checks of bits" if each else "checks of scales, counted", checks._check, pointers,
-                           constants, 16 * 64, num_warps=4))  # fmt: skip
+    sites = {f"x{i}_ptr": BYTES for i in range(checks.TOGETHER)} | {f"e{i}_ptr": "*i32" for i in range(checks.TOGETHER)}
+    pointers = sites | {"data_ptr": BYTES, "valid_ptr": "*i1", "keys_ptr": "*i64", "totals_ptr": "*i64",
+                        "out_ptr": "*i32"}  # fmt: skip
+    for word, kernel, own in (("checks of bits", checks._check, {"EACH": True, "VALID": True}),
+                              ("checks of scales, counted", checks._count, {})):  # fmt: skip
+        done.append(report(word, kernel, pointers, {"WORDS": 64, "WHOLE": True, **own}, 16 * 64,
+                           num_warps=4))  # fmt: skip
     for bits in (1, 3, 4):
         done.append(report(f"pack r{bits}", planes._pack, SMALL, {"BITS": bits, "TILE": 512}, 4096, num_warps=4))
         whole = {"planes_ptr": "*i32", "low_ptr": "*i32"}

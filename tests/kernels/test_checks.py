@@ -59,20 +59,26 @@ def test_data_that_is_not_aligned_to_words(device):
 
 
 @pytest.mark.parametrize("shape", [(3, 37, 36), (2, 64, 7)])
-def test_failures_are_counted(shape, device):
+@pytest.mark.parametrize("sites", [1, 8, 11])
+def test_failures_are_counted(shape, sites, device):
     from tracefp4.kernels import checks
 
-    data, valid = made(*shape)
-    expected = codec.scale_checks(data, valid)
-    expected[0, 0] += 1
-    data[1, 17] ^= 1
+    parts, wanted = [], []
+    valid = made(*shape)[1]
     valid[1, 17] = True
+    for site in range(sites):
+        parts.append(made(*shape, seed=site)[0])
+        wanted.append(codec.scale_checks(parts[-1], valid))
+        if site % 3 == 0:
+            wanted[-1][0, 0] += 1
+            parts[-1][1, 17] ^= 1
     plain = torch.tensor([5, 7])
-    codec.count_failures(plain, data, valid, expected)
+    codec.count_failures(plain, parts, valid, wanted)
     totals = torch.tensor([5, 7], device=device)
-    checks.count(totals, *(t.to(device) for t in (data, valid)), keys(shape[2], device), expected.to(device))
+    there, expected = ([t.to(device) for t in group] for group in (parts, wanted))
+    checks.count(totals, there, valid.to(device), keys(shape[2], device), expected)
     assert totals.tolist() == plain.tolist()
-    assert plain[0] > 5 and plain[1] == 9
+    assert plain[0] > 5 and plain[1] == 7 + 2 * -(-sites // 3)
 
 
 def test_nothing_to_check(device):

@@ -36,6 +36,7 @@ costs: smaller ones would lose fewer tokens to one wrong scale, larger ones woul
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -196,32 +197,33 @@ def code_checks(planes: Tensor, valid: Tensor | None = None) -> Tensor:
     return _checks(planes, valid, 1)
 
 
-def count_failures(totals: Tensor, scales: Tensor, valid: Tensor, checks: Tensor) -> None:
+def count_failures(totals: Tensor, scales: Sequence[Tensor], valid: Tensor, checks: Sequence[Tensor]) -> None:
     """Compare scales with the checks of those that were recorded, without waiting for the device.
 
     Args:
         totals: int64 ``(2,)``, added to: chunks with a valid token, and those of them whose check is another one. A
             chunk without a valid token proves nothing.
-        scales: uint8 ``(B, T, n)``, as for :func:`scale_checks`.
+        scales: of some sites alike, each uint8 ``(B, T, n)``, as for :func:`scale_checks`.
         valid: bool ``(B, T)``.
-        checks: int32 ``(B, ceil(T / 16))``.
+        checks: for each of ``scales`` int32 ``(B, ceil(T / 16))``.
 
     Raises:
         FormatError: shapes do not belong together.
     """
-    batch, rows, n = scales.shape
-    if n == 0 or valid.shape != (batch, rows) or checks.shape != (batch, chunks(rows)):
-        raise FormatError(
-            f"checks {tuple(checks.shape)} and a mask {tuple(valid.shape)} do not belong to scales {(batch, rows, n)}"
-        )
-    if usable(scales):
+    shape = batch, rows, n = scales[0].shape
+    for part, check in zip(scales, checks, strict=True):
+        own, mask, found = tuple(part.shape), tuple(valid.shape), tuple(check.shape)
+        if n == 0 or own != shape or mask != (batch, rows) or found != (batch, chunks(rows)):
+            raise FormatError(f"checks {found} and a mask {mask} do not belong to scales {own}")
+    if usable(scales[0]):
         from tracefp4.kernels import checks as kernel
 
-        keys = _keys_on(-(-n // 4), scales.device)
-        kernel.count(totals, scales.contiguous(), valid.contiguous(), keys, checks.contiguous())
+        keys, own = _keys_on(-(-n // 4), scales[0].device), [part.contiguous() for part in scales]
+        kernel.count(totals, own, valid.contiguous(), keys, [check.contiguous() for check in checks])
         return
-    known = torch.nn.functional.pad(valid, (0, -rows % CHUNK)).view(*checks.shape, CHUNK).any(-1)
-    totals += torch.stack((known.sum(), ((scale_checks(scales, valid) != checks) & known).sum()))
+    known = torch.nn.functional.pad(valid, (0, -rows % CHUNK)).view(batch, chunks(rows), CHUNK).any(-1)
+    for part, check in zip(scales, checks, strict=True):
+        totals += torch.stack((known.sum(), ((scale_checks(part, valid) != check) & known).sum()))
 
 
 def _checks(data: Tensor, valid: Tensor | None, chunk: int) -> Tensor:

@@ -2,10 +2,13 @@
 
 A program takes 16 tokens of a sequence: a chunk of scales, or as many checks of bits. It multiplies words of four bytes
 with their keys modulo 2^64, adds, and keeps the upper half. Integers wrap, so the order of additions does not matter.
-A comparison writes nothing but two counters: chunks with a token that counts, and those among them that differ.
+A comparison writes nothing but two counters: chunks with a token that counts, and those among them that differ. It is
+over in a moment and waits for its launch most of all, so several sites of a kind share one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -14,22 +17,22 @@ from torch import Tensor
 
 from tracefp4.kernels.sizes import cdiv, next_power_of_2
 
+TOGETHER = 8
+"""Sites that one launch compares."""
 _TOKENS = tl.constexpr(16)
 """Tokens of a program, and of a chunk of scales."""
+_SITES = ["x0_ptr", "x1_ptr", "x2_ptr", "x3_ptr", "x4_ptr", "x5_ptr", "x6_ptr", "x7_ptr"]
+_EXPECTED = ["e0_ptr", "e1_ptr", "e2_ptr", "e3_ptr", "e4_ptr", "e5_ptr", "e6_ptr", "e7_ptr"]
 
 
 @triton.jit
-def _check(
-    data_ptr, valid_ptr, keys_ptr, expected_ptr, out_ptr, rows, size, words, valid_stride,
-    WORDS: tl.constexpr, WHOLE: tl.constexpr, EACH: tl.constexpr, VALID: tl.constexpr, COUNT: tl.constexpr,
+def _sums(
+    data_ptr, keys_ptr, token, counts, first_row, size, words,
+    WORDS: tl.constexpr, WHOLE: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    sequence, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    """Words of the tokens ``token (16,)`` that count, each times its key, added up: int64 ``(16,)``."""
     lane = tl.arange(0, _TOKENS)
-    token = chunk * _TOKENS + lane
-    counts = token < rows
-    if VALID:
-        counts = counts & (tl.load(valid_ptr + sequence * valid_stride + token, mask=counts, other=0) != 0)
-    start = (sequence * rows + token) * size
+    start = (first_row + token) * size
     total = tl.zeros((_TOKENS,), tl.int64)
     for first in range(0, words, WORDS):
         word = first + tl.arange(0, WORDS)
@@ -44,32 +47,62 @@ def _check(
                 value |= tl.load(data_ptr + start[:, None] + at[None, :], mask=mask, other=0).to(tl.int64) << (8 * byte)
         keys = keys_ptr + word[None, :] + (tl.zeros_like(lane) if EACH else lane)[:, None] * words
         total += tl.sum(value * tl.load(keys, mask=(word < words)[None, :], other=0), axis=1)
+    return total
+
+
+@triton.jit
+def _check(
+    data_ptr, valid_ptr, keys_ptr, out_ptr, rows, size, words, valid_stride,
+    WORDS: tl.constexpr, WHOLE: tl.constexpr, EACH: tl.constexpr, VALID: tl.constexpr,
+):  # fmt: skip
+    sequence, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    token = chunk * _TOKENS + tl.arange(0, _TOKENS)
+    counts = token < rows
+    if VALID:
+        counts = counts & (tl.load(valid_ptr + sequence * valid_stride + token, mask=counts, other=0) != 0)
+    total = _sums(data_ptr, keys_ptr, token, counts, sequence * rows, size, words, WORDS, WHOLE, EACH)
     if EACH:
         tl.store(out_ptr + sequence * rows + token, (total >> 32).to(tl.int32), mask=token < rows)
     else:
-        found = (tl.sum(total, axis=0) >> 32).to(tl.int32)
-        if COUNT:
-            seen = tl.max(counts.to(tl.int64), axis=0)
-            failed = (found != tl.load(expected_ptr + sequence * chunks + chunk)).to(tl.int64) & seen
-            tl.atomic_add(out_ptr, seen, sem="relaxed")
-            tl.atomic_add(out_ptr + 1, failed, sem="relaxed")
-        else:
-            tl.store(out_ptr + sequence * chunks + chunk, found)
+        tl.store(out_ptr + sequence * chunks + chunk, (tl.sum(total, axis=0) >> 32).to(tl.int32))
 
 
-def _launch(
-    data: Tensor, valid: Tensor | None, keys: Tensor, expected: Tensor | None, out: Tensor, *, each: bool
-) -> None:
-    batch, rows, size = data.shape
-    words = keys.shape[1]
-    if not data.numel():
-        return
-    _check[(batch, cdiv(rows, _TOKENS.value))](
-        data, data if valid is None else valid, keys, out if expected is None else expected, out, rows, size, words,
-        rows if valid is not None and valid.ndim > 1 else 0,
-        WORDS=min(64, next_power_of_2(words)), WHOLE=size % 4 == 0 and data.data_ptr() % 4 == 0, EACH=each,
-        VALID=valid is not None, COUNT=expected is not None, num_warps=4 if words > 16 else 1,
-    )  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=[*_SITES, *_EXPECTED])
+def _count(
+    x0_ptr, x1_ptr, x2_ptr, x3_ptr, x4_ptr, x5_ptr, x6_ptr, x7_ptr,
+    e0_ptr, e1_ptr, e2_ptr, e3_ptr, e4_ptr, e5_ptr, e6_ptr, e7_ptr,
+    valid_ptr, keys_ptr, totals_ptr, rows, size, words, WORDS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    sequence, chunk, site = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    chunks = tl.num_programs(1)
+    data_ptr, expected_ptr = x0_ptr, e0_ptr
+    if site == 1:
+        data_ptr, expected_ptr = x1_ptr, e1_ptr
+    if site == 2:
+        data_ptr, expected_ptr = x2_ptr, e2_ptr
+    if site == 3:
+        data_ptr, expected_ptr = x3_ptr, e3_ptr
+    if site == 4:
+        data_ptr, expected_ptr = x4_ptr, e4_ptr
+    if site == 5:
+        data_ptr, expected_ptr = x5_ptr, e5_ptr
+    if site == 6:
+        data_ptr, expected_ptr = x6_ptr, e6_ptr
+    if site == 7:
+        data_ptr, expected_ptr = x7_ptr, e7_ptr
+    token = chunk * _TOKENS + tl.arange(0, _TOKENS)
+    counts = tl.load(valid_ptr + sequence * rows + token, mask=token < rows, other=0) != 0
+    total = _sums(data_ptr, keys_ptr, token, counts, sequence * rows, size, words, WORDS, WHOLE, False)
+    found = (tl.sum(total, axis=0) >> 32).to(tl.int32)
+    seen = tl.max(counts.to(tl.int64), axis=0)
+    failed = (found != tl.load(expected_ptr + sequence * chunks + chunk)).to(tl.int64) & seen
+    tl.atomic_add(totals_ptr, seen, sem="relaxed")
+    tl.atomic_add(totals_ptr + 1, failed, sem="relaxed")
+
+
+def _options(words: int, data: Sequence[Tensor]) -> dict[str, int | bool]:
+    whole = all(part.shape[-1] % 4 == 0 and part.data_ptr() % 4 == 0 for part in data)
+    return {"WORDS": min(64, next_power_of_2(words)), "WHOLE": whole, "num_warps": 4 if words > 16 else 1}
 
 
 def checks(data: Tensor, valid: Tensor | None, keys: Tensor, *, each: bool) -> Tensor:
@@ -84,22 +117,35 @@ def checks(data: Tensor, valid: Tensor | None, keys: Tensor, *, each: bool) -> T
     Returns:
         int32 ``(B, T)`` or ``(B, ceil(T / 16))``.
     """
-    batch, rows, _ = data.shape
+    batch, rows, size = data.shape
     out = torch.empty(batch, rows if each else cdiv(rows, _TOKENS.value), dtype=torch.int32, device=data.device)
     if not data.numel():
         return out.zero_()
-    _launch(data, valid, keys, None, out, each=each)
+    _check[(batch, cdiv(rows, _TOKENS.value))](
+        data, data if valid is None else valid, keys, out, rows, size, keys.shape[1],
+        rows if valid is not None and valid.ndim > 1 else 0, EACH=each, VALID=valid is not None,
+        **_options(keys.shape[1], [data]),
+    )  # fmt: skip
     return out
 
 
-def count(totals: Tensor, data: Tensor, valid: Tensor, keys: Tensor, expected: Tensor) -> None:
+def count(totals: Tensor, data: Sequence[Tensor], valid: Tensor, keys: Tensor, expected: Sequence[Tensor]) -> None:
     """Compare the checks of each 16 tokens with others.
 
     Args:
         totals: int64 ``(2,)``: chunks with a valid token, and those whose check is another, are added to it.
-        data: as for :func:`checks`.
-        valid: as for :func:`checks`.
+        data: of some sites, each uint8 ``(B, T, n)``, contiguous.
+        valid: bool ``(B, T)``, contiguous: tokens that count.
         keys: as for :func:`checks`.
-        expected: int32 ``(B, ceil(T / 16))``, contiguous.
+        expected: for each of ``data`` int32 ``(B, ceil(T / 16))``, contiguous.
     """
-    _launch(data, valid, keys, expected, totals, each=False)
+    for first in range(0, len(data), TOGETHER):
+        some, theirs = list(data[first : first + TOGETHER]), list(expected[first : first + TOGETHER])
+        batch, rows, size = some[0].shape
+        if not some[0].numel():
+            return
+        rest = TOGETHER - len(some)
+        _count[(batch, cdiv(rows, _TOKENS.value), len(some))](
+            *some, *some[:1] * rest, *theirs, *theirs[:1] * rest, valid, keys, totals, rows, size, keys.shape[1],
+            **_options(keys.shape[1], some),
+        )  # fmt: skip

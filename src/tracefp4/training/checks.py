@@ -4,6 +4,8 @@ A congruent scale travels as its low 2 or 3 bits; the trainer supplies the rest 
 sides are too far apart the restored scale is wrong, and nothing in it shows that. So a checksum of the whole scale
 bytes of each site and 16 tokens travels along. Failures are counted, not repaired: the rate tells whether a plan's
 scales are safe on this model, and a rate that is not near zero means that they are not.
+
+Comparing takes a GPU less time than launching it, so sites of a kind are compared eight at a time.
 """
 
 from __future__ import annotations
@@ -15,12 +17,19 @@ from tracefp4.guidance.codec import count_failures
 from tracefp4.guidance.record import SiteRecord
 from tracefp4.training.ranks import ALONE, Ranks
 
+TOGETHER = 8
+"""Sites that are compared at once."""
+
 
 class ScaleChecks:
     """Counts chunks of 16 tokens, over all sites, and those whose restored scales fail their check."""
 
     def __init__(self) -> None:
         self._totals: Tensor | None = None
+        self._waiting: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """Scales ``(B, T, n)`` and their recorded checks, by ``n``."""
+        self._valid: Tensor | None = None
+        """``(B, T)`` of those that wait."""
 
     def count(self, scales: Tensor, record: SiteRecord, guided: Tensor, rows: Tensor | None) -> None:
         """Check one site of one forward.
@@ -38,12 +47,29 @@ class ScaleChecks:
             ordered[rows] = scales
             scales = ordered
         valid = guided.view(record.checks.shape[0], -1)
-        if self._totals is None:
-            self._totals = torch.zeros(2, dtype=torch.int64, device=scales.device)
-        count_failures(self._totals, scales.reshape(*valid.shape, -1), valid, record.checks)
+        if self._valid is None or self._valid.data_ptr() != valid.data_ptr() or self._valid.shape != valid.shape:
+            self._compare()
+            self._valid = valid
+        scales = scales.reshape(*valid.shape, -1)
+        same = self._waiting.setdefault(scales.shape[-1], [])
+        same.append((scales, record.checks))
+        if len(same) == TOGETHER:
+            self._compare(scales.shape[-1])
+
+    def _compare(self, *widths: int) -> None:
+        """Compare what waits, of these widths or all."""
+        for width in widths or tuple(self._waiting):
+            same = self._waiting.pop(width)
+            if self._valid is None:
+                continue
+            if self._totals is None:
+                self._totals = torch.zeros(2, dtype=torch.int64, device=self._valid.device)
+            scales, checks = zip(*same, strict=True)
+            count_failures(self._totals, scales, self._valid, checks)
 
     def add(self, counts: Tensor) -> None:
         """Add what :meth:`total` returned elsewhere."""
+        self._compare()
         self._totals = counts.clone() if self._totals is None else self._totals + counts
 
     def total(self) -> Tensor | None:
@@ -51,6 +77,8 @@ class ScaleChecks:
 
         Later counts are added in place.
         """
+        self._compare()
+        self._valid = None
         return self._totals
 
     def take(self, ranks: Ranks = ALONE) -> float | None:
