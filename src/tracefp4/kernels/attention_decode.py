@@ -27,6 +27,9 @@ from torch import Tensor
 from tracefp4.kernels.elements import LOG2E, narrow, product, rounded_product
 from tracefp4.kernels.words import NVFP4_SHIFT, chunk_scales, operands
 
+PLACES = 2**31
+"""Places of codes that an int32 tells apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
@@ -272,7 +275,7 @@ def decode_attention(
         splits, kv.shift,
         HEADS=kv.heads, GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group)), D=width, PAGE=kv.page, SPAN=span,
         ROWS=rows, FP4=fp4, MX=kv.mx, BLOCK=kv.block, ALONE=alone, SINKS=alone and sinks is not None,
-        NARROW=len(kv.codes) * kv.codes.stride(0) < 2**31, num_warps=warps, num_stages=stages, maxnreg=registers,
+        NARROW=len(kv.codes) * kv.codes.stride(0) <= PLACES, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     if not alone:
         _combine[(batch * heads,)](
