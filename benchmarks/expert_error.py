@@ -9,6 +9,10 @@ As ``kv_error.py``, for the inputs of both products of an expert and for its wei
     centred         inputs less their mean over all tokens, by layer and channel; added again after rounding. A bias of
                     each expert, its weights times the mean, would do the same
     four over six   the better of two scales for each block of weights, by squared error
+    ordered         input channels of the first product by their mean magnitude, so that those of a block are alike; one
+                    order for all layers, as a model whose hidden dimension is permuted would have it
+    smoothed        input channels of the first product in units of powers of two, halfway between what makes their
+                    magnitudes equal and what makes those of their weights equal; a norm before them could do it
 """
 
 from __future__ import annotations
@@ -28,8 +32,9 @@ from tracefp4.quantizers.four_over_six import quantize_four_over_six
 from tracefp4.quantizers.nearest import quantize_nearest
 from tracefp4.training.sites import TrainerSites
 
-Rounding = Callable[[Tensor, Numerics], Tensor]
-"""Weights ``(E, N, D)`` bfloat16 as they are after rounding."""
+Rounding = Callable[[str, Tensor, Numerics], Tensor]
+"""Weights of a name, ``(E, N, D)`` bfloat16, as they are after rounding."""
+FIRST = "gate_up_proj"
 BLOCK = 16
 
 
@@ -65,18 +70,75 @@ def rotated(site: Site, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tenso
     return turned(rounded(turned(x, turn)), turn.T)
 
 
-def nearest(w: Tensor, numerics: Numerics) -> Tensor:
+class Basis:
+    """The inputs of first products with their channels in another order and in other units."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, Tensor] = {}
+        """Summed magnitudes of the channels, by layer."""
+        self.order: dict[int, Tensor] = {}
+        self.units: dict[int, Tensor] = {}
+
+    def look(self, site: Site, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+        """Add up magnitudes; nothing is rounded."""
+        self.sizes[site.layer] = self.sizes.get(site.layer, 0) + x.abs().flatten(0, -2).sum(0)
+        return x
+
+    def ordered(self) -> Basis:
+        """Largest channels first."""
+        made, total = Basis(), sum((size / size.mean()).log() for size in self.sizes.values())
+        made.order = {layer: torch.as_tensor(total).argsort(descending=True) for layer in self.sizes}
+        return made
+
+    def smoothed(self, weights: Mapping[str, Tensor]) -> Basis:
+        """In units of powers of two."""
+        made = Basis()
+        for name, w in weights.items():
+            if name.endswith(FIRST):
+                size = self.sizes[layer_of(name)]
+                share = (size / w.float().abs().amax((0, 1))).log2() / 2
+                made.units[layer_of(name)] = (share - share.median()).round().exp2()
+        return made
+
+    def treat(self, site: Site, x: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
+        """Inputs in this basis, rounded and back."""
+        return self._there_and_back(site.layer, x, rounded, lambda units: 1 / units)
+
+    def rounding(self, name: str, w: Tensor, numerics: Numerics) -> Tensor:
+        """Weights in this basis, rounded and back."""
+        if not name.endswith(FIRST):
+            return nearest(name, w, numerics)
+        return self._there_and_back(
+            layer_of(name), w.float(), lambda y: nearest(name, y.to(w.dtype), numerics).float(), lambda units: units
+        ).to(w.dtype)
+
+    def _there_and_back(
+        self, layer: int, x: Tensor, rounded: Callable[[Tensor], Tensor], factor: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        size = x.shape[-1]
+        order = self.order.get(layer, torch.arange(size)).to(x.device)
+        units = factor(self.units.get(layer, torch.ones(size)).to(x.device))
+        found = rounded((x * units)[..., order])
+        return found[..., order.argsort()] / units
+
+
+def layer_of(name: str) -> int:
+    """The layer that a weight belongs to."""
+    return int(name.split("layers.")[1].split(".")[0])
+
+
+def nearest(name: str, w: Tensor, numerics: Numerics) -> Tensor:
     """Rounded to nearest."""
     return torch.stack([quantize_nearest(one, numerics).dequantize(w.dtype) for one in w])
 
 
-def nearest_rotated(w: Tensor, numerics: Numerics) -> Tensor:
+def nearest_rotated(name: str, w: Tensor, numerics: Numerics) -> Tensor:
     """Rounded in a rotated basis."""
     turn = hadamard(BLOCK).to(w.device)
-    return turned(nearest(turned(w, turn).to(w.dtype), numerics), turn.T).to(w.dtype)
+    return turned(nearest(name, turned(w, turn).to(w.dtype), numerics), turn.T).to(w.dtype)
 
 
-def four_over_six(w: Tensor, numerics: Numerics) -> Tensor:
+def four_over_six(name: str, w: Tensor, numerics: Numerics) -> Tensor:
     """Rounded under the better of two scales a block."""
     return quantize_four_over_six(w, numerics).dequantize(w.dtype)
 
@@ -84,6 +146,7 @@ def four_over_six(w: Tensor, numerics: Numerics) -> Tensor:
 def main() -> None:
     """Print a line a treatment."""
     parser = arguments(__doc__, "nvfp4-w4a4")
+    parser.add_argument("--only", default="", help="only rows with this treatment")
     chosen = parser.parse_args()
     spec = get_spec(chosen.spec)
     inputs, numerics = Spec("inputs", None, spec.activations, None), spec.weights
@@ -99,27 +162,37 @@ def main() -> None:
 
     def put(rounding: Rounding | None) -> None:
         for name, p in weights.items():
-            p.data.copy_(own[name] if rounding is None else rounding(own[name], numerics))
+            p.data.copy_(own[name] if rounding is None else rounding(name, own[name], numerics))
 
-    means = Means()
-    floor = score(exact, exact)
+    means, basis = Means(), Basis()
+    floor = score(basis.look, exact)
     score(means.look, means.look)
+    ordered, smoothed = basis.ordered(), basis.smoothed(own)
     subject.introduce(floor)
     print(f"{'in':10} {'between':10} {'weights':15} {'more nats':>10} {'95 % interval':16} {'mean |d|':>9} {'k3':>8}")
     treatments: dict[str, Treatment] = {
-        "exact": exact, "rounded": plain, "rotated": rotated, "centred": means.centred(plain)
-    }  # fmt: skip
+        "exact": exact,
+        "rounded": plain,
+        "rotated": rotated,
+        "centred": means.centred(plain),
+    }
+    also: dict[str, Treatment] = {"ordered": ordered.treat, "smoothed": smoothed.treat}  # fmt: skip
     roundings: dict[str, Rounding | None] = {
-        "exact": None, "rounded": nearest, "rotated": nearest_rotated, "four over six": four_over_six
+        "exact": None, "rounded": nearest, "rotated": nearest_rotated, "four over six": four_over_six,
+        "ordered": ordered.rounding, "smoothed": smoothed.rounding,
     }  # fmt: skip
     some = list(treatments)[1:]
+    treatments |= also
     cases = [
         *((name, "exact", "exact") for name in some), *(("exact", name, "exact") for name in some),
-        *((name, name, "exact") for name in some), *(("exact", "exact", name) for name in list(roundings)[1:]),
+        *((name, name, "exact") for name in some), *(("exact", "exact", name) for name in list(roundings)[1:4]),
         *((name, name, "rotated" if name == "rotated" else "rounded") for name in some),
+        *((name, "rounded", name) for name in also),
     ]  # fmt: skip
     last = "exact"
     for first, second, rounding in cases:
+        if chosen.only not in ("", first, second, rounding):
+            continue
         if rounding != last:
             put(roundings[rounding])
             last = rounding

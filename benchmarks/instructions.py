@@ -57,7 +57,7 @@ LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.x]+)([
 
 
 def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
-    """Compile with all pointers and strides divisible by 16; floats by name, other arguments int32."""
+    """Compile with pointers and strides divisible by 16, if a launch asks; floats by name, other arguments int32."""
     signature = {}
     for name in kernel.arg_names:
         if name in constants:
@@ -70,7 +70,8 @@ def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **op
              "queries", "context", "record_start", "record_size", "pairs", "count", "x_groups", "per_global",
              "first_head", "heads", "experts"}  # fmt: skip
     divisible = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in {*constants, *plain}
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
+        if name not in {*constants, *plain} and not kernel.params[i].do_not_specialize_on_alignment
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -221,6 +221,17 @@ def test_a_pool_too_large_for_32_bits(name, device, monkeypatch):
     assert torch.equal(found, near)
 
 
+@pytest.mark.parametrize("slots, narrow", [(1 << 20, True), (1 << 21, False)])
+def test_whether_32_bits_reach_a_pool(slots, narrow):
+    """Codes are int16 and scales bytes: of rows that hold both, the scales are the ones that lie farther out."""
+    from tracefp4.kernels.attention_decode import PagedKV, narrow_places
+
+    rows = torch.empty(slots, 1152, dtype=torch.uint8, device="meta")
+    kv = PagedKV(rows[:, :1024].view(torch.int16), rows[:, 1024:], 8, 128)
+    assert narrow_places(kv) == narrow
+    assert narrow_places(replace(kv, scales=None))
+
+
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", None])
 def test_tables_as_long_as_the_longest_context(name, device):
     """Room for 65536 tokens: beside somebody who fills half of it, one token and odd lengths get what they alone do."""

@@ -28,7 +28,7 @@ from tracefp4.kernels.elements import LOG2E, narrow, product, rounded_product
 from tracefp4.kernels.words import NVFP4_SHIFT, chunk_scales, operands
 
 PLACES = 2**31
-"""Places of codes that an int32 tells apart."""
+"""Places that an int32 tells apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _split(
     SPAN: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr,
     ALONE: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """``NARROW``: places of codes in the pool fit into an int32."""
+    """``NARROW``: places of codes and scales in the pool fit into an int32."""
     TILES: tl.constexpr = 4 if FP4 else D // 64
     b, h = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     length = tl.load(lengths_ptr + b).to(tl.int32)
@@ -223,6 +223,12 @@ def fits(q: Tensor, kv: PagedKV) -> bool:
     return q.dtype is torch.bfloat16 and kv.width in (64, 128, 256) and q.shape[1] // kv.heads <= 64
 
 
+def narrow_places(kv: PagedKV) -> bool:
+    """Whether an int32 reaches every code and scale; a pool may be cut from rows that hold both."""
+    strides = [part.stride(0) for part in (kv.codes, kv.scales) if part is not None]
+    return len(kv.codes) * max(strides) <= PLACES
+
+
 def decode_attention(
     q: Tensor,
     kv: PagedKV,
@@ -275,7 +281,7 @@ def decode_attention(
         splits, kv.shift,
         HEADS=kv.heads, GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group)), D=width, PAGE=kv.page, SPAN=span,
         ROWS=rows, FP4=fp4, MX=kv.mx, BLOCK=kv.block, ALONE=alone, SINKS=alone and sinks is not None,
-        NARROW=len(kv.codes) * kv.codes.stride(0) <= PLACES, num_warps=warps, num_stages=stages, maxnreg=registers,
+        NARROW=narrow_places(kv), num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     if not alone:
         _combine[(batch * heads,)](

@@ -18,7 +18,7 @@ from torch import Tensor
 from tracefp4.kernels.sizes import cdiv, next_power_of_2
 
 TOGETHER = 8
-"""Sites that one launch compares."""
+"""Sites that one launch compares, a number that the signature of its kernel knows."""
 _TOKENS = tl.constexpr(16)
 """Tokens of a program, and of a chunk of scales."""
 _SITES = ["x0_ptr", "x1_ptr", "x2_ptr", "x3_ptr", "x4_ptr", "x5_ptr", "x6_ptr", "x7_ptr"]

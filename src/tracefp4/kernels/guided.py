@@ -1,14 +1,15 @@
 """Guided rounding in one pass, from packed guidance to operands.
 
-A program takes one vector of the trainer. It reads the vector's recorded bits from their planes, takes the rollout's
-block scales (whole, or restored from their low bits with the help of its own), and writes codes, operands or values.
-A vector without guidance is rounded to nearest with scales of its own by the same program, so a mixed batch needs no
-second pass and no merge. Without recorded bits a vector is rounded to nearest at the rollout's scales, which is how a
-trainer finds bits that it has checks of. Nothing is unpacked to memory and nothing in fp32 is kept: the gradient is
-straight-through.
+A program takes a vector of the trainer, or a piece of one that has no scale of its own. It reads the vector's
+recorded bits from their planes, takes the rollout's block scales (whole, or restored from their low bits with the
+help of its own), and writes codes, operands or values. A vector without guidance is rounded to nearest with scales of
+its own by the same program, so a mixed batch needs no second pass and no merge. Without recorded bits a vector is
+rounded to nearest at the rollout's scales, which is how a trainer finds bits that it has checks of. Nothing is
+unpacked to memory and nothing in fp32 is kept: the gradient is straight-through.
 
 Vectors of K and V have some 64 values, which is no work for a program. Where no scale spans a vector and all of them
-are in order and guided, they are taken as one long row, and only what was recorded is looked up vector by vector.
+are in order, contiguous and guided, they are taken as one long row, and only what was recorded is looked up vector by
+vector.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class ScaleChecks:
         """``(B, T)`` of those that wait."""
 
     def count(self, scales: Tensor, record: SiteRecord, guided: Tensor, rows: Tensor | None) -> None:
-        """Check one site of one forward.
+        """Check one site of one forward. Tensors are kept until they are compared, at the latest by :meth:`settle`.
 
         Args:
             scales: uint8 ``(R * vectors, blocks)``, restored.
@@ -67,9 +67,14 @@ class ScaleChecks:
             scales, checks = zip(*same, strict=True)
             count_failures(self._totals, scales, self._valid, checks)
 
+    def settle(self) -> None:
+        """Compare what waits; nothing of a micro-batch is kept then."""
+        self._compare()
+        self._valid = None
+
     def add(self, counts: Tensor) -> None:
         """Add what :meth:`total` returned elsewhere."""
-        self._compare()
+        self.settle()
         self._totals = counts.clone() if self._totals is None else self._totals + counts
 
     def total(self) -> Tensor | None:
@@ -77,8 +82,7 @@ class ScaleChecks:
 
         Later counts are added in place.
         """
-        self._compare()
-        self._valid = None
+        self.settle()
         return self._totals
 
     def take(self, ranks: Ranks = ALONE) -> float | None:

@@ -106,6 +106,7 @@ class TrainerSites(LayerSites["_Experts", "_Router", "_Attention"]):
             yield
             if batch.guidance is not None and batch.guidance.pulls is not None:
                 batch.guidance.pulls.confirm()
+            self.checks.settle()
         finally:
             self.guidance = self.routes = self.observer = self._sorted = None
             if observer is not None:
