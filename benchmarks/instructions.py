@@ -70,7 +70,8 @@ def build(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], **op
              "queries", "context", "record_start", "record_size", "pairs", "count", "x_groups", "per_global",
              "first_head", "heads", "experts"}  # fmt: skip
     divisible = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
         if name not in {*constants, *plain} and not kernel.params[i].do_not_specialize_on_alignment
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
