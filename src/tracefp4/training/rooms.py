@@ -36,15 +36,14 @@ def room_for_routes(routes: Routes, rows: int) -> Routes:
 
 
 def room_for_guidance(guidance: GuidedRows, size: tuple[int, int]) -> GuidedRows:
-    """Tensors for guidance of a micro-batch of ``size`` with the same sites."""
+    """Tensors for guidance of a micro-batch of ``size`` with the same sites, whose bits came along or were found."""
     batch, width = size
     runs = SiteRuns.of(guidance.sites)
     parts = []
-    for planes, scales, wide, codes, checks in runs.parts:
+    for planes, scales, wide, _, checks in runs.parts:
         kept = None if checks is None else checks.new_zeros(checks.shape[0], batch, chunks(width))
         wide = None if wide is None else _rows_like(wide, batch * width)
-        codes = None if codes is None else _rows_like(codes, batch * width)
-        parts.append(Parts(_rows_like(planes, batch * width), _rows_like(scales, batch * width), wide, codes, kept))
+        parts.append(Parts(_rows_like(planes, batch * width), _rows_like(scales, batch * width), wide, None, kept))
     sites = SiteRuns(runs.table, tuple(parts), runs.scale_bits)
     guided = torch.zeros(batch * width, dtype=torch.bool, device=guidance.guided.device)
     return GuidedRows(guided, guidance.complete, 0, sites)
