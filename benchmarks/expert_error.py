@@ -178,14 +178,14 @@ def main() -> None:
     }
     also: dict[str, Treatment] = {"ordered": ordered.treat, "smoothed": smoothed.treat}  # fmt: skip
     roundings: dict[str, Rounding | None] = {
-        "exact": None, "rounded": nearest, "rotated": nearest_rotated, "four over six": four_over_six,
-        "ordered": ordered.rounding, "smoothed": smoothed.rounding,
+        "exact": None, "rounded": nearest, "rotated": nearest_rotated, "four over six": four_over_six
     }  # fmt: skip
-    some = list(treatments)[1:]
+    some, weighed = list(treatments)[1:], list(roundings)[1:]
     treatments |= also
+    roundings |= {"ordered": ordered.rounding, "smoothed": smoothed.rounding}
     cases = [
         *((name, "exact", "exact") for name in some), *(("exact", name, "exact") for name in some),
-        *((name, name, "exact") for name in some), *(("exact", "exact", name) for name in list(roundings)[1:4]),
+        *((name, name, "exact") for name in some), *(("exact", "exact", name) for name in weighed),
         *((name, name, "rotated" if name == "rotated" else "rounded") for name in some),
         *((name, "rounded", name) for name in also),
     ]  # fmt: skip

@@ -75,21 +75,12 @@ def _count(
 ):  # fmt: skip
     sequence, chunk, site = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     chunks = tl.num_programs(1)
-    data_ptr, expected_ptr = x0_ptr, e0_ptr
-    if site == 1:
-        data_ptr, expected_ptr = x1_ptr, e1_ptr
-    if site == 2:
-        data_ptr, expected_ptr = x2_ptr, e2_ptr
-    if site == 3:
-        data_ptr, expected_ptr = x3_ptr, e3_ptr
-    if site == 4:
-        data_ptr, expected_ptr = x4_ptr, e4_ptr
-    if site == 5:
-        data_ptr, expected_ptr = x5_ptr, e5_ptr
-    if site == 6:
-        data_ptr, expected_ptr = x6_ptr, e6_ptr
-    if site == 7:
-        data_ptr, expected_ptr = x7_ptr, e7_ptr
+    sites = (x0_ptr, x1_ptr, x2_ptr, x3_ptr, x4_ptr, x5_ptr, x6_ptr, x7_ptr)
+    checks = (e0_ptr, e1_ptr, e2_ptr, e3_ptr, e4_ptr, e5_ptr, e6_ptr, e7_ptr)
+    data_ptr, expected_ptr = sites[0], checks[0]
+    for index in tl.static_range(1, 8):
+        if site == index:
+            data_ptr, expected_ptr = sites[index], checks[index]
     token = chunk * _TOKENS + tl.arange(0, _TOKENS)
     counts = tl.load(valid_ptr + sequence * rows + token, mask=token < rows, other=0) != 0
     total = _sums(data_ptr, keys_ptr, token, counts, sequence * rows, size, words, WORDS, WHOLE, False)

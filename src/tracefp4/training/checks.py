@@ -48,28 +48,26 @@ class ScaleChecks:
             scales = ordered
         valid = guided.view(record.checks.shape[0], -1)
         if self._valid is None or self._valid.data_ptr() != valid.data_ptr() or self._valid.shape != valid.shape:
-            self._compare()
+            self.settle()
             self._valid = valid
         scales = scales.reshape(*valid.shape, -1)
         same = self._waiting.setdefault(scales.shape[-1], [])
         same.append((scales, record.checks))
         if len(same) == TOGETHER:
-            self._compare(scales.shape[-1])
+            self._compare(scales.shape[-1], valid)
 
-    def _compare(self, *widths: int) -> None:
-        """Compare what waits, of these widths or all."""
-        for width in widths or tuple(self._waiting):
-            same = self._waiting.pop(width)
-            if self._valid is None:
-                continue
-            if self._totals is None:
-                self._totals = torch.zeros(2, dtype=torch.int64, device=self._valid.device)
-            scales, checks = zip(*same, strict=True)
-            count_failures(self._totals, scales, self._valid, checks)
+    def _compare(self, width: int, valid: Tensor) -> None:
+        """Compare what waits of this width."""
+        if self._totals is None:
+            self._totals = torch.zeros(2, dtype=torch.int64, device=valid.device)
+        scales, checks = zip(*self._waiting.pop(width), strict=True)
+        count_failures(self._totals, scales, valid, checks)
 
     def settle(self) -> None:
         """Compare what waits; nothing of a micro-batch is kept then."""
-        self._compare()
+        if self._valid is not None:
+            for width in tuple(self._waiting):
+                self._compare(width, self._valid)
         self._valid = None
 
     def add(self, counts: Tensor) -> None:
