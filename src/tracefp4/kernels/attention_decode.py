@@ -258,7 +258,8 @@ def decode_attention(
         rows: tokens that a program takes at a time.
         warps: warps of a program.
         stages: stages of the pipeline of loads; block tables and what they point to take one each.
-        registers: the most of a thread, so that more programs fit on a multiprocessor.
+        registers: the most of a thread, so that more programs fit on a multiprocessor; by default 128 where ptxas
+            would take a few more and lose one of sixteen.
 
     Returns:
         bfloat16 ``(B, Hq, D)``.
@@ -274,12 +275,17 @@ def decode_attention(
     added = out if sinks is None else sinks
     fp4 = kv.scales is not None
     stages = stages or (5 if fp4 else 3)
+    columns = max(8, triton.next_power_of_2(group))
+    if registers is None and kv.mx and width == 128 and columns == 8:
+        # ptxas takes 130: fifteen programs. 64 sequences of 8K in splits of 1024 are sixteen a multiprocessor of an
+        # H200, whose last one then waits for another to end: 170 us instead of 135.
+        registers = 128
     scales = kv.scales if kv.scales is not None else kv.codes
     _split[(batch * kv.heads, splits)](
         q, kv.codes, scales, pages, lengths, part, top, total, added, out,
         pages.stride(0), kv.codes.stride(0), scales.stride(0), scaling * LOG2E.value * kv.shift, window or 2**30,
         splits, kv.shift,
-        HEADS=kv.heads, GROUP=group, COLUMNS=max(8, triton.next_power_of_2(group)), D=width, PAGE=kv.page, SPAN=span,
+        HEADS=kv.heads, GROUP=group, COLUMNS=columns, D=width, PAGE=kv.page, SPAN=span,
         ROWS=rows, FP4=fp4, MX=kv.mx, BLOCK=kv.block, ALONE=alone, SINKS=alone and sinks is not None,
         NARROW=narrow_places(kv), num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
