@@ -20,7 +20,7 @@ def assert_codes_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "bf16"])
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "nvfp4-w4a4-kv4/b1", "bf16"])
 def test_greedy_tokens_are_those_of_the_reference(make_bench, make_request, family, spec):
     bench = make_bench(family, spec)
     # The first prompt is longer than a prefill chunk, and both are longer than gpt-oss's window of 8.
@@ -32,8 +32,9 @@ def test_greedy_tokens_are_those_of_the_reference(make_bench, make_request, fami
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_records_and_routes_are_what_the_reference_quantized(make_bench, make_request, family):
-    bench = make_bench(family)
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "nvfp4-w4a4-kv4/b1"])
+def test_records_and_routes_are_what_the_reference_quantized(make_bench, make_request, family, spec):
+    bench = make_bench(family, spec)
     (rollout,) = bench.engine.generate([make_request("a", 18)])
     _, naive = bench.reference(rollout.tokens)
     record = bench.record(rollout)
