@@ -55,6 +55,14 @@ def _compare(config: Path, out: Path, *more: str) -> int:
     return main.run(["compare", str(config), "--out", str(out), "--no-probe", "--json", *more])
 
 
+def test_every_arm_deploys_the_same_layers(fake: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan that is chosen would choose them for its own arm alone."""
+    assert _compare(config, fake / "c", "--set", "plan=auto:4096") == 0
+    found = load(fake / "c" / "results.json")
+    assert "spec=nvfp4-w4a4-kv4/b0" in found.runs["trace"][0].command
+    assert "spec=" not in found.runs["qat"][0].command
+
+
 def test_runs_tables_and_page(fake: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _compare(config, fake / "c", "--seeds", "2") == 0
     shown = json.loads(capsys.readouterr().out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ import torch
 
 from tracefp4.core import Kind, Rollout
 from tracefp4.errors import ConfigError
-from tracefp4.evaluation import measure as module
+from tracefp4.evaluation import gauge as module
 from tracefp4.evaluation.gap import Scored
-from tracefp4.evaluation.measure import DEFAULT_ROWS, Gauge, MeasureSettings, measure
+from tracefp4.evaluation.gauge import Gauge
+from tracefp4.evaluation.measure import DEFAULT_ROWS, MeasureSettings, measure
 from tracefp4.evaluation.rows import Measurement, Row, gap_row
 from tracefp4.formats.spec import get_spec
-from tracefp4.guidance.auto import LARGEST
+from tracefp4.guidance.auto import LARGEST, Choice
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.sizes import bytes_per_token
 from tracefp4.models.layout import describe
@@ -237,6 +239,28 @@ def test_a_plan_is_chosen_on_other_prompts_and_keeps_its_bytes() -> None:
     assert row.bytes_per_token is not None and 0 < row.bytes_per_token <= 120
     assert row.plan is not None and any(f"auto:120: plan {row.plan}, " in text for text in notes)
     assert found.tokens <= 2 * small.max_new_tokens
+
+
+def test_layers_may_be_left_in_bf16_where_the_spec_names_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is chosen is measured on rollouts of that deployment; a named number is the only one that is tried."""
+    real = Gauge.choose
+
+    def choose(gauge: Gauge, *given: Any) -> Choice:
+        found = real(gauge, *given)
+        return replace(found, gap=found.gap if gauge.spec.bf16_layers else 9.0)
+
+    monkeypatch.setattr(Gauge, "choose", choose)
+    small = replace(SMALL, plans=("auto:120", "auto:90", "r1-all:kv"), prompts=2, samples=1, own_routes=False)
+    notes: list[str] = []
+    found = measure(small, notes.append)
+    guided = [(row.plan, row.bf16_layers) for row in found.rows if row.name == "guided"]
+    assert [layers for _, layers in guided] == [1, 1, 0]
+    assert sum("/b1: " in text and "response tokens" in text for text in notes) == 2  # both budgets share them
+    assert any("auto:120, nvfp4-w4a4-kv4/b1: plan " in text and "K and V " in text for text in notes)
+    assert any("auto:120: plan " in text and ", 1 layer in BF16, " in text for text in notes)
+    for text, layers in (("nvfp4-w4a4-kv4/b0", 0), ("nvfp4-w4a4-kv4/b1", 1)):
+        named = measure(replace(small, spec=text, plans=("auto:120",)))
+        assert [row.bf16_layers for row in named.rows if row.name == "guided"] == [layers]
 
 
 def test_bits_stay_with_the_engine_where_everything_would_not_fit() -> None:

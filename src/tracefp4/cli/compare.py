@@ -163,11 +163,21 @@ class _Shared:
         """The run of an arm with a seed, and what follows it."""
         folder = run_folder(self.out, arm.name, seed)
         overrides = [*self.overrides, *arm.settings, f"seed={seed}", f"output_dir={folder}"]
+        spec = self._spec(overrides)
+        overrides += [f"spec={spec}"] if spec else []
         if posthoc or probed:
             overrides.append("train.save_final=true")
         words = ["train", str(self.config), *(word for item in overrides for word in ("--set", item))]
         after = partial(_after, folder, arm, self.tree, posthoc, probed)
         return Job(arm.name, seed, folder, words, after, self.keep_weights)
+
+    def _spec(self, overrides: list[str]) -> str | None:
+        """All arms deploy the same layers: the spec of one that would choose how many it leaves in BF16."""
+        from tracefp4 import config as settings
+        from tracefp4.rl.bf16_layers import is_open
+
+        tree = settings.load(self.config, overrides)
+        return f"{tree.spec}/b0" if is_open(tree) else None
 
 
 def _jobs(shared: _Shared, arms: Sequence[Arm], seeds: Sequence[int], tables: Sequence[str], probe: bool) -> list[Job]:
