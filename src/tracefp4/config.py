@@ -244,7 +244,8 @@ class Config(_Table):
     """Named arithmetic of the FP4 formats."""
     plan: str = "r1-all+mid"
     """Which quantization outcomes of the rollout guide the trainer: ``r1-...`` records bits of the codes, ``c1-...``
-    their checks, and pulls bits where one fails (engine ``embedded``); ``auto:<bytes a token>`` chooses by
+    their checks, and pulls bits where one fails (engine ``embedded``). Without ``/s8``, ``/s3`` or ``/s2`` block scales
+    travel in the bits that were measured to be enough for its sites. ``auto:<bytes a token>`` chooses by
     measurement, and with it how many first layers stay in BF16, unless ``spec`` ends in ``/b0`` or another number."""
     decoder: Literal["bracket", "nearest", "map", "replay"] = "bracket"
     """How guided rounding reads the recorded bits."""

@@ -157,7 +157,8 @@ def test_plans_that_training_would_refuse_are_not_among_the_usual_ones(
     overrides = [word for item in ["plan=r2-all", *settings] for word in ("--set", item)]
     assert _compare(config, fake / "c", "--tables", "t5", "--only", "bf16", *overrides) == 0
     plans = [arm.plan for arm in load(fake / "c" / "results.json").arms][1:]
-    assert plans[0] == "r2-all" and "r1-all+mid" in plans and ("c1-all+mid/s2" in plans) == checked
+    assert plans[0] == ("r2-all/s8" if settings else "r2-all/s3") and "r1-all+mid/s8" in plans
+    assert ("c1-all+mid/s2" in plans) == checked
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tracefp4.rl.statistics import cluster_sums, ratio_bootstrap
 
 SMALL = MeasureSettings(
     model="tiny:qwen3_moe",
-    plans=("r4-all+mid@replay", "r1-all+mid", "r1-all+mid/s3", "r1-all:kv", "c1-all+mid/s3"),
+    plans=("r4-all+mid/s8@replay", "r1-all+mid/s8", "r1-all+mid/s3", "r1-all:kv", "c1-all+mid/s3"),
     prompts=3,
     samples=2,
     max_new_tokens=12,
@@ -85,7 +85,7 @@ def test_every_row_is_there(measured) -> None:
 
 def test_guidance_narrows_the_gap(measured) -> None:
     found, _, _ = measured
-    qat, guided = _row(found, "qat"), _row(found, "guided", "r1-all+mid")
+    qat, guided = _row(found, "qat"), _row(found, "guided", "r1-all+mid/s8")
     assert guided.k3 <= qat.k3
     assert guided.wrong_code_rate is not None and qat.wrong_code_rate is not None
     assert guided.wrong_code_rate < qat.wrong_code_rate
@@ -108,7 +108,7 @@ def test_a_checked_plan_measures_as_its_bits_and_counts_what_it_pulls(measured) 
 
 def test_replayed_codes_are_the_rollouts(measured) -> None:
     found, _, _ = measured
-    assert _row(found, "guided", "r4-all+mid").wrong_code_rate == 0.0
+    assert _row(found, "guided", "r4-all+mid/s8").wrong_code_rate == 0.0
     differences = [s["relative_difference"] for s in found.sites if s["decoder"] == "replay"]
     assert differences and max(differences) == 0.0
 
@@ -165,7 +165,7 @@ def test_mxfp8_activations_are_measured_with_their_guidance() -> None:
     )
     assert {s["kind"] for s in found.sites} == {"k", "v", "experts_in", "experts_mid"}
     assert len([row for row in found.rows if row.name == "guided"]) == len(DEFAULT_ROWS)
-    replayed = _first(found, "r4-all+mid", "replay")
+    replayed = _first(found, "r4-all+mid/s8", "replay")
     assert replayed.wrong_code_rate == 0.0
     # In two layers K and V of two heads, 32 values each, experts' inputs of 64 and two intermediates of 96: four bits a
     # value and one byte for 32 of them.
@@ -175,7 +175,9 @@ def test_mxfp8_activations_are_measured_with_their_guidance() -> None:
 @pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "mxfp4-w4a8-kv4", "mxfp4-w4a4-kv4", "nvfp4-w4a4", "nvfp4-kv4"])
 def test_guidance_corrects_codes_under_every_spec(spec: str) -> None:
     sizes = {"prompts": 6, "samples": 2, "max_new_tokens": 12, "device": "cpu"}
-    found = measure(MeasureSettings("tiny-moe", spec, plans=("r1-all+mid",) if "a" in spec else ("r1-all",), **sizes))
+    found = measure(
+        MeasureSettings("tiny-moe", spec, plans=("r1-all+mid/s8",) if "a" in spec else ("r1-all/s8",), **sizes)
+    )
     rows = {row.name: row for row in found.rows}
     assert rows["guided"].wrong_code_rate < 0.2 * rows["qat"].wrong_code_rate
     assert rows["guided"].k3 < rows["fp4_vs_bf16"].k3
@@ -210,8 +212,8 @@ def test_default_plans_without_a_site_are_left_out_and_named() -> None:
     ("changes", "message"),
     [
         ({"plans": ("r1-al",)}, "did you mean 'r1-all'"),
-        ({"plans": ("r1-all@brakcet",)}, "did you mean 'bracket'"),
-        ({"plans": ("r1-all@replay",)}, "whole codes"),
+        ({"plans": ("r1-all/s8@brakcet",)}, "did you mean 'bracket'"),
+        ({"plans": ("r1-all/s8@replay",)}, "whole codes"),
         ({"plans": ("r1-all:kv",), "spec": "nvfp4-w4a4"}, "selects no site"),
         ({"plans": ("r1-l9",)}, "the model has 2"),
         ({"spec": "bf16"}, "selects no site"),

@@ -37,7 +37,7 @@ def make_model(seed=1, width=64, layers=1):
 
 def build(device, spec, compile_decode=False, residual=0.0, **model_options):
     model, store = make_model(**model_options), MemoryStore()
-    plan = Plan.parse("r4-all+mid") if spec.activations is not None else None
+    plan = Plan.parse("r4-all+mid/s8") if spec.activations is not None else None
     engine = EmbeddedEngine(
         model, None, spec, plan, store, device=device, max_tokens=128, max_batch=4, prefill_chunk=32, cuda_graphs=True,
         compile_decode=compile_decode, residual=residual,

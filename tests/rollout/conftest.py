@@ -157,7 +157,7 @@ def make_bench() -> Callable[..., Bench]:
     def make(
         family: str = "qwen3_moe",
         spec: str = FP4,
-        plan: str | None = "r4-all+mid",
+        plan: str | None = "r4-all+mid/s8",
         dtype: torch.dtype = torch.float32,
         tokenizer: Any = None,
         device: str = "cpu",

@@ -55,13 +55,13 @@ def test_records_and_routes_are_what_the_reference_quantized(make_bench, make_re
 
 @pytest.mark.parametrize("spec", ["nvfp4-kv4", "nvfp4-w4a16", "nvfp4-w4a4", "mxfp4-w4a4-kv4", "mxfp4-w4a8-kv4"])
 def test_other_specs_agree_with_the_reference(make_bench, make_request, spec):
-    bench = make_bench("qwen3_moe", spec, plan=None if spec == "nvfp4-w4a16" else "r4-all+mid")
+    bench = make_bench("qwen3_moe", spec, plan=None if spec == "nvfp4-w4a16" else "r4-all+mid/s8")
     (rollout,) = bench.engine.generate([make_request("a", 9)])
     torch.testing.assert_close(torch.tensor(rollout.logprobs), bench.reference.score(rollout), atol=1e-4, rtol=0)
 
 
 def test_mxfp8_activations_are_recorded_by_their_low_bits(make_bench, make_request):
-    bench = make_bench(spec="mxfp4-w4a8-kv4", plan="r2-all+mid")
+    bench = make_bench(spec="mxfp4-w4a8-kv4", plan="r2-all+mid/s8")
     (rollout,) = bench.engine.generate([make_request("a", 9)])
     record = bench.record(rollout)
     assert {site.kind for site in record.sites} == bench.engine.capabilities.kinds

@@ -34,7 +34,7 @@ from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.guidance import frame
 from tracefp4.guidance.auto import LARGEST, budget_of
 from tracefp4.guidance.memory_store import MemoryStore
-from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.plan import WHOLE, Plan
 from tracefp4.guidance.record import Record
 from tracefp4.models.directory import LoadedModel
 from tracefp4.models.layout import describe
@@ -45,21 +45,21 @@ from tracefp4.rl.setup import check_decoder, resolve_device
 from tracefp4.rl.tasks import make_task
 from tracefp4.rollout.registry import make_engine
 
-FULL_PLAN = "r4-all+mid"
+FULL_PLAN = "r4-all+mid/s8"
 """Everything that can be recorded; every other plan is a part of it."""
 
 DEFAULT_ROWS: tuple[tuple[str, str], ...] = (
-    ("r4-all+mid", "replay"),
-    ("r4-all+mid", "bracket"),
-    ("r3-all+mid", "bracket"),
-    ("r2-all+mid", "bracket"),
-    ("r1-all+mid", "bracket"),
-    ("r1-all+mid", "nearest"),
-    ("r1-all+mid", "map"),
+    ("r4-all+mid/s8", "replay"),
+    ("r4-all+mid/s8", "bracket"),
+    ("r3-all+mid/s8", "bracket"),
+    ("r2-all+mid/s8", "bracket"),
+    ("r1-all+mid/s8", "bracket"),
+    ("r1-all+mid/s8", "nearest"),
+    ("r1-all+mid/s8", "map"),
     ("r1-all+mid/s3", "bracket"),
     ("r1-all+mid/s2", "bracket"),
-    ("r1-all", "bracket"),
-    ("r2-all", "bracket"),
+    ("r1-all/s8", "bracket"),
+    ("r2-all/s8", "bracket"),
     ("r1-all:kv", "bracket"),
     ("r1-half", "bracket"),
 )
@@ -155,7 +155,7 @@ def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: Non
             gauge.guided(rollouts, truth, plan, decoder)
     if wanted.own_routes:
         gauge.unguided(rollouts, truth, replay=False)
-        gauge.guided(rollouts, truth, Plan.parse("r1-all+mid"), "bracket", replay=False)
+        gauge.guided(rollouts, truth, Plan.parse("r1-all+mid/s8"), "bracket", replay=False)
     return Measurement(
         model=wanted.model,
         spec=spec.name,
@@ -231,7 +231,8 @@ def _plans(
             check_decoder(LARGEST, decoder)
             rows.append((budget, decoder))
             continue
-        plan = Plan.parse(name, num_layers)
+        # Of an engine with kernels of its own nobody knows how near its scales are.
+        plan = Plan.parse(name, num_layers, scale_bits=0 if wanted.engine == "embedded" else WHOLE)
         try:
             plan.select(shapes, num_layers)
         except ConfigError:

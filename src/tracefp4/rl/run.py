@@ -46,7 +46,7 @@ from tracefp4.rl.collect import Experience, digest_experience, guidance_size, ma
 from tracefp4.rl.description import describe_run
 from tracefp4.rl.evaluate import evaluate
 from tracefp4.rl.journal import Journal, NoJournal, make_tracker
-from tracefp4.rl.plans import choose_measured, first_plan, spread, unbound_copy
+from tracefp4.rl.plans import choose_measured, first_plan, resolved, spread, unbound_copy
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
 from tracefp4.rl.routers import check_routers
@@ -87,7 +87,7 @@ class Run:
         ranks: Ranks = ALONE,
     ) -> None:
         self.method = get_method(config.method)
-        config = self.method.settings(config)
+        config = resolved(config)
         check_training(config)
         check_ranks(config, ranks)
         self.config, self.note, self.ranks = config, note, ranks
