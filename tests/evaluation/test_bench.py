@@ -202,7 +202,7 @@ def test_capture_rows_and_the_parts_of_a_step(bench):
     assert not bench.failures and len(shown) == len(bench.rows)
     plain, *plans = [row for row in bench.rows if row.name == f"decode {part.label} B2 35"]
     assert plain.arm == "fp4 nvfp4-w4a4-kv4"
-    assert [row.arm.split()[-1] for row in plans] == ["r1-l1", "r1-all", "r4-all+mid"]
+    assert [row.arm.split()[-1] for row in plans] == ["r1-l1", "r1-all/s8", "r4-all+mid/s8"]
     assert all("of the step without" in row.detail for row in plans)
     parts = {row.arm: row.value for row in bench.rows if row.name.startswith("breakdown")}
     assert list(parts) == ["forward", "kv dequantization", "wa guidance", "kv guidance", "frames"]

@@ -15,6 +15,7 @@ prompts, because tokens of one prompt are not independent.
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -211,6 +212,9 @@ def _generate(
         start = time.monotonic()
         rollouts = engine.generate(requests, guidance=plan is not None)
         seconds = time.monotonic() - start
+    # An engine and its site objects refer to each other: its copy of the weights would stay while trainers score.
+    del engine
+    gc.collect()
     tokens = sum(len(r.response_ids) for r in rollouts)
     note(f"{spec.name}: {tokens} response tokens in {seconds:.1f} s ({tokens / seconds:.0f} a second)")
     if plan is None:

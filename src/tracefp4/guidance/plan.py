@@ -217,10 +217,10 @@ def enough_scale_bits(
     ====  ========================================================================================================
     bits  plans
     ====  ========================================================================================================
-    2     every site of every layer: 1e-4 to 2e-3 of the chunks fail, and k3 is that of whole scales
-    3     every layer, all but the down projection's input: none fail, where 2 bits fail in 0.5 %; and K and V alone,
-          for a trainer that rounds nothing else of a rollout (``trace_quads``): none, where 2 bits fail in 1 %
-    8     layers or other kinds left out: what is not guided drifts, and 2 bits fail in up to 61 %
+    2     every site of every layer: 5e-5 to 2e-3 of the chunks fail, and k3 is that of whole scales
+    3     every layer, all but the down projection's input: 2e-4 fail, where 2 bits fail in 5e-3; and K and V alone, for
+          a trainer that rounds nothing else of a rollout (``trace_quads``): none, where 2 bits fail in 1e-2
+    8     layers or other kinds left out: what is not guided drifts, and 3 bits fail in 17 % (K and V alone) to 38 %
     ====  ========================================================================================================
 
     That holds for a trainer that takes one step on fresh rollouts of the embedded engine; runs of another kind take
