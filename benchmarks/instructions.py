@@ -266,8 +266,10 @@ def attention() -> list[bool]:
             kinds = pointers if plain else fp4
             done.append(report(f"prefill attention {word} D{width}", attention_prefill._prefill, kinds, constants,
                                64 * 2 * width, num_warps=8, num_stages=2))  # fmt: skip
-    done.append(report("decode attention: sum of splits", attention_decode._combine, pointers,
-                       {"D": 128, "SINKS": False, "TOGETHER": 16}, 128 * 8, num_warps=2))  # fmt: skip
+    for together in (16, 32):
+        done.append(report(f"decode attention: sum of {together} splits", attention_decode._combine, pointers,
+                           {"D": 128, "SINKS": False, "TOGETHER": together}, 128 * together,
+                           num_warps=together // 8))  # fmt: skip
     return done
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -287,6 +288,44 @@ def test_one_split_is_finished_where_it_is_made(name, with_sinks, window, device
     wide = torch.cat([pages, pages], 1)  # room for a second split, which nobody has
     long = attention_decode.decode_attention(q, kv, wide, lengths, 0.125, window, sinks, **options)
     assert launches and torch.equal(short, long)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("width, together", [(64, 16), (128, 32)])
+def test_many_splits_are_added_up(width, together, with_sinks, device):
+    """More than are loaded at once; of one head the first of those have no token, of another all but one."""
+    from tracefp4.kernels.attention_decode import _combine
+
+    heads, splits, generator = 3, 2 * together + 5, torch.Generator().manual_seed(7)
+    part = torch.randn(heads, splits, width, generator=generator)
+    top, total = torch.randn(heads, splits, generator=generator), torch.rand(heads, splits, generator=generator) + 1
+    live = torch.ones(heads, splits, dtype=torch.bool)
+    live[1, : together + 3], live[2, 1:] = False, False
+    top[~live], part[~live] = float("-inf"), float("nan")
+    sinks = torch.tensor([0.5, -1.0, 2.0]).bfloat16()
+    out = torch.full((heads, width), float("nan"), dtype=torch.bfloat16, device=device)
+    _combine[(heads,)](
+        part.to(device), top.to(device), total.to(device), sinks.to(device), out, splits, heads, 0.75,
+        D=width, SINKS=with_sinks, TOGETHER=together, num_warps=width * together // 1024,
+    )  # fmt: skip
+    weight = torch.where(live, 2.0 ** top.double(), 0.0)
+    sums = (weight * total).sum(1) + (2.0 ** (sinks.double() / math.log(2)) if with_sinks else 0.0)
+    expected = 0.75 * (weight[..., None] * part.nan_to_num().double()).sum(1) / sums[:, None]
+    assert ((out.cpu().double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    "batch, slots, span",
+    [(1, 8192, 64), (1, 32768, 128), (1, 131072, 256), (2, 16384, 64), (8, 65536, 256), (16, 131072, 512),
+     (64, 524288, 1024)],
+)  # fmt: skip
+def test_small_pools_are_cut_into_short_splits(batch, slots, span):
+    """About a thousand programs of a full pool of four heads, and splits as measured from 16 sequences on."""
+    from tracefp4.kernels.attention_decode import PagedKV, split_for
+
+    codes = torch.empty(slots, 4 * 2 * 32, dtype=torch.int16, device="meta")
+    scales = torch.empty(slots, 4 * 2 * 8, dtype=torch.uint8, device="meta")
+    assert split_for(batch, PagedKV(codes, scales, 4, 128)) == span
 
 
 def test_a_sequence_does_not_depend_on_its_batch(device):

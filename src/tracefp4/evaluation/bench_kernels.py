@@ -114,7 +114,7 @@ def _attention_case(bench: Bench, shape: str, batch: int, context: int) -> None:
 
 def attention_configs() -> list[dict[str, Any]]:
     """Arguments of :func:`tracefp4.kernels.attention_decode.decode_attention`."""
-    found: list[dict[str, Any]] = [{"span": s, "stages": stages} for s in (256, 512, 1024) for stages in (5, 6)]
+    found: list[dict[str, Any]] = [{"span": s, "stages": 5} for s in (64, 128, 256, 512, 1024)]
     found += [{"span": s, "stages": 5, "registers": 120} for s in (512, 1024)]
     return [*found, *({"span": 1024, "stages": s} for s in (2, 7)), {"rows": 64, "warps": 2, "stages": 3}]
 
