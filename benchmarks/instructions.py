@@ -329,7 +329,7 @@ def products() -> list[bool]:
     done.append(report("training experts, gradient of W", experts_training._weights, more, tile | {"out_k": 1},
                        128 * 128, num_warps=8, num_stages=3))  # fmt: skip
     done += routing_of_a_layer()
-    done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"}, {"TOP_K": 8, "TILE": 1024},
+    done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"}, {"TOP_K": 8, "TILE": 1024, "ADDED": True},
                        8192, num_warps=2, enable_fp_fusion=False))  # fmt: skip
     draws = {"stream_ptr": "*i64", "position_ptr": "*i64", "best_ptr": "*i32", "temperature_ptr": "*fp32",
              "floats_ptr": "*fp32"}  # fmt: skip

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tracefp4.core import Kind, Site, SiteShape
+from tracefp4.formats.numerics import Numerics, get_numerics
 from tracefp4.kernels.runtime import SWITCH
+from tracefp4.rollout.capture import Capture
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
 
@@ -90,6 +94,25 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 def same() -> Callable[[Tensor, Tensor], bool]:
     """Compare bit patterns."""
     return _same
+
+
+@pytest.fixture
+def capture_of() -> Callable[..., tuple[Capture, Numerics]]:
+    """``capture_of(name, width, bits, device)``: rows for experts' inputs of two layers, full of 77, and numerics."""
+
+    def make(name: str, width: int, bits: int, device: torch.device) -> tuple[Capture, Numerics]:
+        n = get_numerics(name)
+        shapes = tuple(
+            SiteShape(Site(layer, kind), vectors, width, n.block, n.scope == "token")
+            for layer in (0, 1)
+            for kind, vectors in ((Kind.EXPERTS_IN, 1), (Kind.EXPERTS_MID, 3))
+        )
+        layout: Any = SimpleNamespace(moe_layers=(), num_experts=4, top_k=3)
+        capture = Capture(layout, shapes, bits, 9, device)
+        capture._rows.fill_(77)
+        return capture, n
+
+    return make
 
 
 @pytest.fixture

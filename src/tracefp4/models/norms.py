@@ -12,6 +12,7 @@ to the last bit keeps its own code. So does every norm outside training, on a CP
 from __future__ import annotations
 
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -41,6 +42,28 @@ class FusedNorm:
     def remove(self) -> None:
         """Let the norm run its own code again."""
         del self._module.forward
+
+
+def keep_whole(module: Any) -> bool:
+    """Let a plain norm be one node of a graph that is being compiled; uncompiled it runs its own code as before.
+
+    A compiler that is not told otherwise takes that node apart, with the roundings of :func:`plain_norm`.
+
+    Returns:
+        Whether it is a plain norm.
+    """
+    if not is_plain(module):
+        return False
+    # Bound to the module, as the compiler expects of a forward: all layers share one compiled graph.
+    object.__setattr__(module, "forward", types.MethodType(_whole, module))
+    return True
+
+
+def _whole(module: Any, hidden_states: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return plain_norm(hidden_states, module.weight, module.variance_epsilon)
+    found: Tensor = type(module).forward(module, hidden_states)
+    return found
 
 
 def takes(module: Any, x: Tensor) -> bool:
@@ -73,6 +96,7 @@ def is_plain(module: Any) -> bool:
     return isinstance(found, Tensor) and torch.equal(found, plain_norm(x, probe, eps))
 
 
+@torch.compiler.allow_in_graph
 def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The norm, written out."""
     wide = x.to(torch.float32)
