@@ -194,13 +194,16 @@ def rounding() -> list[bool]:
         constants = {"BITS": bits, "UNIT": 32, "TILE": 128}
         done.append(report(f"unpack r{bits}", planes._unpack, whole, constants, 4096, num_warps=4))
     for name in ("sglang-kv-nvfp4", "mxfp4-ceil"):
-        for queries, norm_of in ((0, False), (32, False), (32, True)):
-            constants = {"HEADS": 4, "D": 128, "FP4": True, "QUERIES": queries, "ROWS": 4 if queries else 1,
-                         "NORM": norm_of, **rules(get_numerics(name)).constants()}  # fmt: skip
+        for width, heads, queries, turned, norm_of in ((128, 4, 0, 128, ""), (128, 4, 32, 128, ""),
+                                                       (128, 4, 32, 128, "norms"), (256, 2, 0, 256, ""),
+                                                       (256, 2, 16, 64, "norms by 1 + weight")):  # fmt: skip
+            constants = {"HEADS": heads, "D": width, "FP4": True, "QUERIES": queries, "ROWS": 4 if queries else 1,
+                         "TURNED": turned, "NORM": bool(norm_of), "ADDED": "1 +" in norm_of,
+                         **rules(get_numerics(name)).constants()}  # fmt: skip
             pointers = {"slots_ptr": "*i64", "codes_ptr": "*i16", "scales_ptr": BYTES}
-            words = " with queries" * bool(queries) + " and norms" * norm_of
-            done.append(report(f"append {name}{words}", kv_append._append, pointers, constants, 128, num_warps=1,
-                               enable_fp_fusion=False))  # fmt: skip
+            words = f" with queries, turned in {turned}" * bool(queries) + f", {norm_of}" * bool(norm_of)
+            done.append(report(f"append {name} D{width}{words}", kv_append._append, pointers, constants, width,
+                               num_warps=1, enable_fp_fusion=False))  # fmt: skip
     return done
 
 

@@ -69,16 +69,18 @@ def _(
 
 
 @torch.library.custom_op("tracefp4::attend_heads", mutates_args=())
-def attend_heads(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, module: int) -> Tensor:
-    """Attention of one layer from its projections; see :func:`tracefp4.models.heads.attend`."""
+def attend_heads(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, module: int, width: int
+) -> Tensor:
+    """Attention of one layer from its projections, ``width`` values a token: :func:`tracefp4.models.heads.attend`."""
     from tracefp4.models.heads import attend as attend_projected
 
     return attend_projected(_module(module), query, key, value, cos, sin).contiguous()
 
 
 @attend_heads.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, module: int) -> Tensor:
-    return query.new_empty(query.shape)
+def _(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, module: int, width: int) -> Tensor:
+    return query.new_empty(*query.shape[:2], width)
 
 
 @torch.library.custom_op("tracefp4::experts", mutates_args=())

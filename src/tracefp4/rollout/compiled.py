@@ -27,7 +27,6 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from tracefp4.models import heads
 from tracefp4.models.layout import ModelLayout
 from tracefp4.rollout.projections import join
 
@@ -59,8 +58,6 @@ def compile_layers(model: nn.Module, layout: ModelLayout, backend: str = "induct
     for index in chosen:
         mixer = model.get_submodule(mixers[index])
         join(mixer)
-        if index in layout.attentions:
-            heads.hook(mixer)
         layers[index].compile(dynamic=True, backend=backend)
     return chosen
 

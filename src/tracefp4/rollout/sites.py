@@ -267,29 +267,33 @@ class _Attention:
         """Store K and V of the current tokens, and attend to what is stored."""
         batch = self.owner.here(f"{self.layer}.attend")
         self.owner.pool.write(self.layer, batch.slots, self._parts(module, k, v))
-        if isinstance(batch, PrefillBatch):
-            kv, read = self.owner.pool.paged(self.layer, 1), partial(self._read, module)
-            return attend_prefill(q, kv, read, batch.pieces, scaling=scaling, window=window, sinks=sinks)
-        return self._decode(module, q, batch, scaling, window, sinks)
+        return self._attend_stored(module, q, batch, scaling, window, sinks)
+
+    def takes_heads(self) -> bool:
+        """Whether K and V are stored by kernels."""
+        return self.owner.pool.for_kernels
 
     def attend_heads(
         self, module: Any, heads: Heads, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor | None:
-        """:meth:`attend` of a decode step from projected rows, where a kernel stores them."""
-        batch = self.owner.running
-        if not isinstance(batch, DecodeBatch):
-            return None
-        norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon) if heads.normed else None
-        q, k, v = (x.squeeze(1).unflatten(1, (-1, heads.width)) for x in (q, k, v))
-        turned = self.owner.pool.write_heads(self.layer, batch.slots, q, k, v, (cos.squeeze(1), sin.squeeze(1)), norms)
+        """:meth:`attend` from projected rows, where a kernel stores them."""
+        batch, norms = self.owner.running, None
+        if heads.eps is not None:
+            norms = module.q_norm.weight, module.k_norm.weight, heads.eps, heads.added
+        rows, turn = [x.flatten(0, 1) for x in (q, k, v)], (cos.flatten(0, 1), sin.flatten(0, 1))
+        turned = self.owner.pool.write_heads(self.layer, batch.slots, *rows, turn, norms)
         if turned is None:
             return None
         self.owner.here(f"{self.layer}.attend")
-        return self._decode(module, turned.unsqueeze(2), batch, heads.scaling, heads.window, None)
+        queries = turned.unflatten(0, q.shape[:2]).transpose(1, 2)
+        return self._attend_stored(module, queries, batch, heads.scaling, heads.window, None)
 
-    def _decode(
-        self, module: nn.Module, q: Tensor, batch: DecodeBatch, scaling: float, window: int | None, sinks: Tensor | None
+    def _attend_stored(
+        self, module: nn.Module, q: Tensor, batch: Batch, scaling: float, window: int | None, sinks: Tensor | None
     ) -> Tensor:
+        if isinstance(batch, PrefillBatch):
+            kv, read = self.owner.pool.paged(self.layer, 1), partial(self._read, module)
+            return attend_prefill(q, kv, read, batch.pieces, scaling=scaling, window=window, sinks=sinks)
         return attend_decode(
             q,
             self.owner.pool.paged(self.layer, batch.page_size),
