@@ -33,6 +33,7 @@ from tracefp4.kernels import (
     convolution,
     delta_rule,
     dequantize,
+    enter,
     experts,
     experts_training,
     gate,
@@ -194,13 +195,16 @@ def rounding() -> list[bool]:
         constants = {"BITS": bits, "UNIT": 32, "TILE": 128}
         done.append(report(f"unpack r{bits}", planes._unpack, whole, constants, 4096, num_warps=4))
     for name in ("sglang-kv-nvfp4", "mxfp4-ceil"):
-        for queries, norm_of in ((0, False), (32, False), (32, True)):
-            constants = {"HEADS": 4, "D": 128, "FP4": True, "QUERIES": queries, "ROWS": 4 if queries else 1,
-                         "NORM": norm_of, **rules(get_numerics(name)).constants()}  # fmt: skip
+        for width, heads, queries, turned, norm_of in ((128, 4, 0, 128, ""), (128, 4, 32, 128, ""),
+                                                       (128, 4, 32, 128, "norms"), (256, 2, 0, 256, ""),
+                                                       (256, 2, 16, 64, "norms by 1 + weight")):  # fmt: skip
+            constants = {"HEADS": heads, "D": width, "FP4": True, "QUERIES": queries, "ROWS": 4 if queries else 1,
+                         "TURNED": turned, "NORM": bool(norm_of), "ADDED": "1 +" in norm_of,
+                         **rules(get_numerics(name)).constants()}  # fmt: skip
             pointers = {"slots_ptr": "*i64", "codes_ptr": "*i16", "scales_ptr": BYTES}
-            words = " with queries" * bool(queries) + " and norms" * norm_of
-            done.append(report(f"append {name}{words}", kv_append._append, pointers, constants, 128, num_warps=1,
-                               enable_fp_fusion=False))  # fmt: skip
+            words = f" with queries, turned in {turned}" * bool(queries) + f", {norm_of}" * bool(norm_of)
+            done.append(report(f"append {name} D{width}{words}", kv_append._append, pointers, constants, width,
+                               num_warps=1, enable_fp_fusion=False))  # fmt: skip
     return done
 
 
@@ -329,8 +333,12 @@ def products() -> list[bool]:
     done.append(report("training experts, gradient of W", experts_training._weights, more, tile | {"out_k": 1},
                        128 * 128, num_warps=8, num_stages=3))  # fmt: skip
     done += routing_of_a_layer()
-    done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"}, {"TOP_K": 8, "TILE": 1024, "ADDED": True},
-                       8192, num_warps=2, enable_fp_fusion=False))  # fmt: skip
+    for made in (rules(get_numerics(name)) for name in ("nvfp4-te", "mxfp4-ceil")):
+        constants = {"TILE": 2048 // made.block, "BITS": 1, "VECTORS": 1, "OFFSET": False, **made.constants()}
+        done.append(report(f"into the experts, block {made.block}", enter._enter, SMALL, constants, 2048, num_warps=8,
+                           enable_fp_fusion=False))  # fmt: skip
+    done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"},
+                       {"TOP_K": 8, "TILE": 1024, "ADDED": True}, 8192, num_warps=2, enable_fp_fusion=False))  # fmt: skip
     draws = {"stream_ptr": "*i64", "position_ptr": "*i64", "best_ptr": "*i32", "temperature_ptr": "*fp32",
              "floats_ptr": "*fp32"}  # fmt: skip
     done.append(report("sample", sample._draw, draws, {"WIDTH": 256}, 256, num_warps=1, enable_fp_fusion=False))

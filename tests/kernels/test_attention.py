@@ -94,32 +94,53 @@ def test_every_scale_byte_is_recoded(device, same):
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", None])
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("width, queries", [(64, 6), (128, 1)])
-def test_heads_are_normed_turned_and_stored_in_one_launch(name, normed, width, queries, device, same):
-    """From the columns of a joined product: the model's own roundings, and the bits of storing them alone."""
+@pytest.mark.parametrize("norm", [None, "times", "added"])
+@pytest.mark.parametrize(
+    "width, queries, part, gated", [(64, 6, 64, False), (128, 1, 128, False), (64, 2, 32, True), (256, 5, 64, True),
+                                    (128, 4, 48, False), (64, 3, 64, True)],
+)  # fmt: skip
+def test_heads_are_normed_turned_and_stored_in_one_launch(name, norm, width, queries, part, gated, device, same):
+    """From the columns of a joined product, queries beside their gates: the bits of the eager code, step by step."""
     from tracefp4.kernels.kv_append import append, append_heads, pool_tensors
     from tracefp4.models.norms import plain_norm
     from tracefp4.models.rotary import turned
 
     made, generator = rules(numerics_of(name)) if name else None, torch.Generator().manual_seed(1)
-    x = torch.randn(6, queries + 4, width, generator=generator).bfloat16()
-    cos, sin = torch.randn(2, 6, width, generator=generator).bfloat16()
-    weights = torch.randn(2, width, generator=generator).bfloat16()
-    q, k, v = x.split((queries, 2, 2), dim=1)
-    parts = [plain_norm(part, w, 1e-6) if normed else part for part, w in zip((q, k), weights, strict=True)]
-    q_expected, k_expected = (turned(part, cos[:, None], sin[:, None]) for part in parts)
+    # Squares of these add up exactly, so that the order does not matter: whole numbers up to 2^16, some zero.
+    x = torch.randint(-255, 256, (6, queries * (1 + gated) + 4, width), generator=generator).bfloat16().to(device)
+    x[0, -4] = 0.0
+    cos, sin = torch.randn(2, 6, part, generator=generator).bfloat16().to(device)
+    weights = torch.randn(2, width, generator=generator).bfloat16().to(device)
+    q, k, v = x.split((queries * (1 + gated), 2, 2), dim=1)
+    if gated:
+        q = q.unflatten(1, (queries, -1)).flatten(2)[..., :width]
+        assert q.stride(1) == 2 * width
+    parts = [plain_norm(p, w, 1e-6, added=norm == "added") if norm else p for p, w in zip((q, k), weights, strict=True)]
+    q_expected, k_expected = (turned(p, cos[:, None], sin[:, None]) for p in parts)
     slots = torch.tensor([3, 0, 7, 1, 6, 2], device=device)
     pools = [pool_tensors(8, 2, width, made, device) for _ in range(2)]
-    append(k_expected.to(device), v.to(device), pools[0], made, slots)
-    on = x.to(device)
-    found = append_heads(
-        *on.split((queries, 2, 2), dim=1), pools[1], made, slots, (cos.to(device), sin.to(device)),
-        (*weights.to(device), 1e-6) if normed else None,
-    )  # fmt: skip
-    assert same(found.cpu(), q_expected)
+    append(k_expected, v, pools[0], made, slots)
+    norms = (*weights, 1e-6, norm == "added") if norm else None
+    assert same(append_heads(q, k, v, pools[1], made, slots, (cos, sin), norms), q_expected)
     assert same(pools[1].codes, pools[0].codes)
     assert name is None or same(pools[1].scales, pools[0].scales)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_norm_differs_from_the_eager_one_by_the_order_of_its_sum_alone(added, device):
+    """One value of some ten thousand rounds the other way."""
+    from tracefp4.kernels.kv_append import append_heads, pool_tensors
+    from tracefp4.models.norms import plain_norm
+
+    x = torch.randn(256, 6, 64, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    weights = torch.randn(2, 64, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
+    still = torch.ones_like(x[:1, 0]), torch.zeros_like(x[:1, 0])
+    kv, slots, norms = pool_tensors(256, 1, 64, None, device), torch.arange(256, device=device), (*weights, 1e-6, added)
+    found = append_heads(x[:, :4], x[:, 4:5], x[:, 5:], kv, None, slots, still, norms)
+    expected = [plain_norm(p, w, 1e-6, added=added) for p, w in zip((x[:, :4], x[:, 4:5]), weights, strict=True)]
+    found, expected = torch.cat([found, kv.codes[:, None, :64]], dim=1).float(), torch.cat(expected, dim=1).float()
+    assert (found != expected).float().mean() < 2e-4
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0.0)
 
 
 def test_one_angle_turns_all_tokens(device, same):

@@ -28,13 +28,14 @@ def parts_of(make_values, width, device, kind="normal"):
 
 
 @pytest.mark.parametrize("name, width", [*((name, 96) for name in NAMES), ("nvfp4-te", 2048), ("mxfp4-ceil", 2080)])
-def test_rounds_as_the_separate_steps(name, width, device, make_values, capture_of, same):
+@pytest.mark.parametrize("offset", [False, True])
+def test_rounds_as_the_separate_steps(name, width, offset, device, make_values, capture_of, same):
     _, n = capture_of(name, width, 2, device)
     x, added, weight = parts_of(make_values, width, device, "wide")
-    hidden, normed, found = round_normed(x, added, weight, 1e-5, n, 2)
+    hidden, normed, found = round_normed(x, added, weight, 1e-5, n, 2, offset=offset)
     assert same(hidden, x + added)
     # The squares are added up in another order, so now and then a value is the next one.
-    expected = plain_norm(hidden, weight, 1e-5)
+    expected = plain_norm(hidden, weight, 1e-5, offset)
     assert (normed.float() - expected.float()).abs().le(2.0**-7 * expected.float().abs()).all()
     assert (normed == expected).float().mean() > 0.99
     other = round_nearest(normed, n, 2)

@@ -120,12 +120,19 @@ def round_gated(
 
 
 def round_normed(
-    x: Tensor, added: Tensor, weight: Tensor, eps: float, numerics: Numerics, bits: int = 0, *,
+    x: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    eps: float,
+    numerics: Numerics,
+    bits: int = 0,
+    *,
+    offset: bool = False,
     place: Place | None = None,
-) -> tuple[Tensor, Tensor, Rounding] | None:  # fmt: skip
-    """``x + added``, its norm as :func:`tracefp4.models.norms.plain_norm` has it, and :func:`round_nearest` of that.
+) -> tuple[Tensor, Tensor, Rounding] | None:
+    """``x + added``, its norm, and :func:`round_nearest` of that; ``None`` where there is no kernel for it.
 
-    ``None`` where there is no kernel for it; arguments are those of :func:`tracefp4.kernels.enter.enter`.
+    Arguments are those of :func:`tracefp4.kernels.enter.enter`, which has the formulas.
     """
     if not has_kernel(x, numerics):
         return None
@@ -133,7 +140,7 @@ def round_normed(
 
     if not enter.fits(x, added, weight):
         return None
-    hidden, normed, out = enter.enter(x, added, weight, eps, rules(numerics), bits, place)
+    hidden, normed, out = enter.enter(x, added, weight, eps, rules(numerics), bits, offset=offset, place=place)
     rounding = Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode)
     return hidden, normed, rounding
 

@@ -36,7 +36,7 @@ def _enter(
     x_ptr, added_ptr, weight_ptr, hidden_ptr, normed_ptr, scales_ptr, new_global_ptr, operand_ptr, planes_ptr,
     decode_ptr, record_ptr, slots_ptr, tickets_ptr,
     width, eps, record_stride, record_start, record_size,
-    TILE: tl.constexpr, BITS: tl.constexpr, VECTORS: tl.constexpr,
+    TILE: tl.constexpr, BITS: tl.constexpr, VECTORS: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK: tl.constexpr, EIGHT: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
     QUOTIENT: tl.constexpr, SCOPE: tl.constexpr, GLOBAL_RULE: tl.constexpr, GLOBAL_FORM: tl.constexpr,
@@ -54,7 +54,7 @@ def _enter(
     tl.store(hidden_ptr + at, hidden, mask=mask)
     wide = widen(hidden)
     inverse = inverse_of(tl.sum(tl.sum(wide * wide, axis=1), axis=0), width, eps)
-    normed = normalised(wide, inverse, tl.load(weight_ptr + column, mask=mask, other=0.0), kind)
+    normed = normalised(wide, inverse, tl.load(weight_ptr + column, mask=mask, other=0.0), kind, OFFSET)
     tl.store(normed_ptr + at, normed, mask=mask)
 
     values = widen(normed)
@@ -92,8 +92,9 @@ def fits(x: Tensor, added: Tensor, weight: Tensor) -> bool:
 
 
 def enter(
-    x: Tensor, added: Tensor, weight: Tensor, eps: float, rules: Rules, bits: int = 0, place: Place | None = None
-) -> tuple[Tensor, Tensor, Fused]:
+    x: Tensor, added: Tensor, weight: Tensor, eps: float, rules: Rules, bits: int = 0, *,
+    offset: bool = False, place: Place | None = None,
+) -> tuple[Tensor, Tensor, Fused]:  # fmt: skip
     """Add, normalise and quantize rows for which :func:`fits` holds.
 
     Args:
@@ -103,6 +104,7 @@ def enter(
         eps: of the norm.
         rules: arithmetic choices; a global scale of each row is made here.
         bits: bit planes of codes to write, 0 for none.
+        offset: the norm's factor is ``1 + weight``, and rounded once (:func:`tracefp4.kernels.norm.normalised`).
         place: where outcomes are recorded, one vector a token, and bit planes nowhere else.
 
     Returns:
@@ -121,6 +123,6 @@ def enter(
         *((none, none, none) if place is None else (place.rows, place.slots, place.tickets)),
         width, eps, *((0, 0, 0) if place is None else (place.rows.stride(0), place.start, place.size)),
         TILE=tile, BITS=bits, VECTORS=0 if place is None else place.vectors,
-        **rules.constants(), num_warps=warps_of(tile * rules.block, rows, 16), enable_fp_fusion=False,
+        OFFSET=offset, **rules.constants(), num_warps=warps_of(tile * rules.block, rows, 16), enable_fp_fusion=False,
     )  # fmt: skip
     return hidden, normed, out

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from tracefp4.models import heads, norms
+from tracefp4.models import norms
 from tracefp4.models.experts import site_of
 from tracefp4.models.layout import ModelLayout
 from tracefp4.rollout.projections import join
@@ -63,8 +63,6 @@ def compile_layers(model: nn.Module, layout: ModelLayout, backend: str | Backend
     for index in chosen:
         mixer = model.get_submodule(mixers[index])
         join(mixer)
-        if index in layout.attentions:
-            heads.hook(mixer)
         if index in layout.moe_layers and site_of(model.get_submodule(layout.experts[index])).takes_norm:
             for child in layers[index].children():
                 norms.keep_whole(child)

@@ -192,7 +192,7 @@ class KVPool:
 
     def write_heads(
         self, layer: int, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, turn: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor, float] | None,
+        norms: tuple[Tensor, Tensor, float, bool] | None,
     ) -> Tensor | None:  # fmt: skip
         """Store in decoder layer ``layer`` what was projected, and return queries; see :meth:`KVPlane.write_heads`."""
         return self._planes[layer].write_heads(slots, q, k, v, turn, norms)

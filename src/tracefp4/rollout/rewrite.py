@@ -62,16 +62,16 @@ def _enter(graph: Graph, experts: Node) -> None:
         norm = norm.args[0]  # type: ignore[union-attr]
     if not isinstance(norm, Node) or norm.target is not plain_norm:
         return
-    total, weight, eps = norm.args
+    total, weight, eps, offset = norm.args
     key = experts.args[3]
-    if not _is_sum(total) or not _is_input(weight) or not _is_input(key):
+    if not isinstance(offset, bool) or not _is_sum(total) or not _is_input(weight) or not _is_input(key):
         return
     if _is_number(eps):
         total.prepend(eps)  # type: ignore[union-attr, arg-type]
     elif not _is_input(eps):
         return
     with graph.inserting_before(total):  # type: ignore[arg-type]
-        both = graph.call_function(torch.ops.tracefp4.enter.default, (*total.args, weight, eps, key))  # type: ignore[union-attr]
+        both = graph.call_function(torch.ops.tracefp4.enter.default, (*total.args, weight, eps, offset, key))  # type: ignore[union-attr]
         hidden, normed = (graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
     for old, new in ((norm, normed), (total, hidden)):
         new.meta = dict(old.meta)  # type: ignore[union-attr]

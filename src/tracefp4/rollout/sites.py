@@ -170,20 +170,20 @@ class _Experts:
             return self._recorded(Site(self.layer, Kind.EXPERTS_IN), entered[1], batch, None)
         return self._quantize(Kind.EXPERTS_IN, x, batch, None)
 
-    def enter_normed(self, x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def enter_normed(self, x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
         """``x + added`` and its norm; where there is a kernel for it, the rounding that :meth:`enter` will ask for."""
         site, batch = Site(self.layer, Kind.EXPERTS_IN), self.owner.running
         numerics = self.owner.spec.for_kind(site.kind)
         if self.takes_norm and numerics is not None:
             bits, place = self.owner.capture.bits_of(site), self._place(site, batch)
             parts = (t.view(-1, t.shape[-1]) for t in (x.contiguous(), added.contiguous()))
-            found = round_normed(*parts, weight, eps, numerics, bits, place=place)
+            found = round_normed(*parts, weight, eps, numerics, bits, offset=offset, place=place)
             if found is not None:
                 hidden, normed, rounding = found
                 self._entered = normed, rounding
                 return hidden.view(x.shape), normed.view(x.shape)
         hidden = x + added
-        return hidden, plain_norm(hidden, weight, eps)
+        return hidden, plain_norm(hidden, weight, eps, offset)
 
     def middle(self, h: Tensor, pairs: Tensor | None) -> Operand:
         """``pairs``: of each row; ``None`` if they are in order."""
@@ -294,29 +294,33 @@ class _Attention:
         """Store K and V of the current tokens, and attend to what is stored."""
         batch = self.owner.here(f"{self.layer}.attend")
         self.owner.pool.write(self.layer, batch.slots, self._parts(module, k, v))
-        if isinstance(batch, PrefillBatch):
-            kv, read = self.owner.pool.paged(self.layer, 1), partial(self._read, module)
-            return attend_prefill(q, kv, read, batch.pieces, scaling=scaling, window=window, sinks=sinks)
-        return self._decode(module, q, batch, scaling, window, sinks)
+        return self._attend_stored(module, q, batch, scaling, window, sinks)
+
+    def takes_heads(self) -> bool:
+        """Whether K and V are stored by kernels."""
+        return self.owner.pool.for_kernels
 
     def attend_heads(
         self, module: Any, heads: Heads, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor | None:
-        """:meth:`attend` of a decode step from projected rows, where a kernel stores them."""
-        batch = self.owner.running
-        if not isinstance(batch, DecodeBatch):
-            return None
-        norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon) if heads.normed else None
-        q, k, v = (x.squeeze(1).unflatten(1, (-1, heads.width)) for x in (q, k, v))
-        turned = self.owner.pool.write_heads(self.layer, batch.slots, q, k, v, (cos.squeeze(1), sin.squeeze(1)), norms)
+        """:meth:`attend` from projected rows, where a kernel stores them."""
+        batch, norms = self.owner.running, None
+        if heads.eps is not None:
+            norms = module.q_norm.weight, module.k_norm.weight, heads.eps, heads.added
+        rows, turn = [x.flatten(0, 1) for x in (q, k, v)], (cos.flatten(0, 1), sin.flatten(0, 1))
+        turned = self.owner.pool.write_heads(self.layer, batch.slots, *rows, turn, norms)
         if turned is None:
             return None
         self.owner.here(f"{self.layer}.attend")
-        return self._decode(module, turned.unsqueeze(2), batch, heads.scaling, heads.window, None)
+        queries = turned.unflatten(0, q.shape[:2]).transpose(1, 2)
+        return self._attend_stored(module, queries, batch, heads.scaling, heads.window, None)
 
-    def _decode(
-        self, module: nn.Module, q: Tensor, batch: DecodeBatch, scaling: float, window: int | None, sinks: Tensor | None
+    def _attend_stored(
+        self, module: nn.Module, q: Tensor, batch: Batch, scaling: float, window: int | None, sinks: Tensor | None
     ) -> Tensor:
+        if isinstance(batch, PrefillBatch):
+            kv, read = self.owner.pool.paged(self.layer, 1), partial(self._read, module)
+            return attend_prefill(q, kv, read, batch.pieces, scaling=scaling, window=window, sinks=sinks)
         return attend_decode(
             q,
             self.owner.pool.paged(self.layer, batch.page_size),
