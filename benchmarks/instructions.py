@@ -337,8 +337,9 @@ def products() -> list[bool]:
         constants = {"TILE": 2048 // made.block, "BITS": 1, "VECTORS": 1, "OFFSET": False, **made.constants()}
         done.append(report(f"into the experts, block {made.block}", enter._enter, SMALL, constants, 2048, num_warps=8,
                            enable_fp_fusion=False))  # fmt: skip
-    done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"},
-                       {"TOP_K": 8, "TILE": 1024, "ADDED": True}, 8192, num_warps=2, enable_fp_fusion=False))  # fmt: skip
+    constants = {"TOP_K": 8, "TILE": 1024, "ADDED": True}
+    done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"}, constants, 8192, num_warps=2,
+                       enable_fp_fusion=False))  # fmt: skip
     draws = {"stream_ptr": "*i64", "position_ptr": "*i64", "best_ptr": "*i32", "temperature_ptr": "*fp32",
              "floats_ptr": "*fp32"}  # fmt: skip
     done.append(report("sample", sample._draw, draws, {"WIDTH": 256}, 256, num_warps=1, enable_fp_fusion=False))
