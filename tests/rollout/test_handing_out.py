@@ -193,6 +193,16 @@ def test_a_small_ring_changes_no_byte(make_bench, make_request, slow_copies, mon
             assert (pulls[0][0] == pulls[1][0]).all()
 
 
+def test_the_ring_is_as_large_as_what_may_lie_in_it(make_bench, monkeypatch):
+    for plan, rows in ((PLAN, 4096), (None, 4096)):
+        harvester = make_bench(plan=plan, max_tokens=4096).engine._harvester
+        assert harvester.ring.nbytes == rows // 16 * harvest._chunk_bytes(harvester.capture, harvester.plan)
+        assert harvester.ring._memory is None
+    monkeypatch.setattr(harvest, "ROWS_AT_ONCE", 64)
+    harvester = make_bench(plan=None, max_tokens=4096).engine._harvester
+    assert harvester.ring.nbytes == 2 * 64 * 2 * 2 and harvester.plan is None  # two layers, two experts a token
+
+
 def test_rows_that_wait_on_the_device_are_bounded(make_bench, make_request, slow_copies, monkeypatch):
     monkeypatch.setattr(harvest, "ROWS_AT_ONCE", 32)
     waits = slow_copies(10_000)

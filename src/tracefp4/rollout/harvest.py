@@ -43,7 +43,8 @@ ROWS_AT_ONCE = 32768
 in which many long sequences end."""
 
 RING_BYTES = 1 << 32
-"""Most memory of the ring through which rows leave; it is no larger than the rows of a full pool."""
+"""Most memory of the ring through which rows leave. It is no larger than the rows of a full pool, and without a plan no
+larger than the routes that may wait at once."""
 
 VALUES_AT_ONCE = 1 << 25
 """Values of a run whose codes are unpacked, or whose scales are summed up, at once: this bounds temporary memory."""
@@ -113,8 +114,10 @@ class Harvester:
     ) -> None:
         self.capture, self.pool, self.pages = capture, pool, pages
         self.plan, self.numerics_hash, self.store, self.device = plan, numerics_hash, store, device
-        chunk = _chunk_bytes(capture, plan)
-        self.ring = Ring(min(RING_BYTES, chunks(pages.num_pages * pages.page_size) * chunk), device)
+        chunk, rows = _chunk_bytes(capture, plan), pages.num_pages * pages.page_size
+        if plan is None:  # then nothing keeps its place once it is handed out
+            rows = min(rows, 2 * ROWS_AT_ONCE)
+        self.ring = Ring(min(RING_BYTES, chunks(rows) * chunk), device)
         self._most_rows = min(ROWS_AT_ONCE, self.ring.nbytes // max(chunk, 1) * CHUNK)
         self._flights: deque[_Flight] = deque()
         """Oldest first, which is the order in which they arrive."""
