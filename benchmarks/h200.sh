@@ -43,7 +43,7 @@ bench decode-35b-limited 150 decode --shape 35b --batch 1 --context 8192 --conte
 bench decode-peer 150 decode --batch 1 --batch 64 --budget 0 --arm bf16 --arm transformers --compile
 bench rollout 90 rollout
 bench rollout-compiled 120 rollout --compile
-step test-engine 60 "$python" -m pytest tests/kernels/test_engine.py tests/rollout/test_gpu.py -m gpu -q
+step test-engine 120 "$python" -m pytest tests/kernels/test_engine.py tests/rollout/test_gpu.py tests/guidance/test_ring.py -m gpu -q
 bench capture 60 capture
 bench prefill 50 prefill
 step profile-train 90 "$python" benchmarks/profile_steps.py train --batch 16 --context 512 --arm bf16 --arm "fp4 qat" --arm "fp4 guided" --output "$out/profile-train.json"

@@ -52,6 +52,7 @@ from tracefp4.kernels import (
     turn,
 )
 from tracefp4.kernels import step as step_rows
+from tracefp4.kernels.sizes import COMPARED_TOGETHER
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.x]+)([^;]*);")
@@ -182,7 +183,8 @@ def rounding() -> list[bool]:
                            num_warps=4, enable_fp_fusion=False))  # fmt: skip
     frames = {"frames_ptr": BYTES, "source_ptr": "*i64", "strip_ptr": "*i64", "out_ptr": BYTES}
     done.append(report("frames of a batch", stack._stack, frames, {"BYTES": 4096}, 4096, num_warps=4))
-    sites = {f"x{i}_ptr": BYTES for i in range(checks.TOGETHER)} | {f"e{i}_ptr": "*i32" for i in range(checks.TOGETHER)}
+    sites = {f"x{i}_ptr": BYTES for i in range(COMPARED_TOGETHER)}
+    sites |= {f"e{i}_ptr": "*i32" for i in range(COMPARED_TOGETHER)}
     pointers = sites | {"data_ptr": BYTES, "valid_ptr": "*i1", "keys_ptr": "*i64", "totals_ptr": "*i64",
                         "out_ptr": "*i32"}  # fmt: skip
     for word, kernel, own in (("checks of bits", checks._check, {"EACH": True, "VALID": True}),

@@ -185,7 +185,8 @@ def test_the_four_precisions_by_weights_alone_too(bench):
     assert not found["failures"] and {"nvfp4-w4a4", "nvfp4-w4a4-kv4"} < set(bench_engine.ARMS)
     kept = {(row["name"].split()[0], row["arm"]): row["bound"] for row in found["rows"] if row["unit"] != "us"}
     weights, cache = ([kept[name, bench_engine.arm_of(arm)] for arm in arms] for name in ("weights", "KV"))
-    assert weights[0] == weights[1] > weights[2] == weights[3] and cache[0] == cache[2] > cache[1] == cache[3]
+    assert weights[0] == weights[1] > weights[2] == weights[3] > weights[4] == weights[5]
+    assert cache[0] == cache[2] == cache[4] > cache[1] == cache[3] > cache[5]
     assert sum(row["unit"] == "us" for row in found["rows"]) == 2 * len(arms)
 
 

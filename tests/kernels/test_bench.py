@@ -21,7 +21,7 @@ def bench(device, monkeypatch):
 
 
 def test_a_quick_run_times_the_default_tiles_of_all_arms_batch_by_batch(bench):
-    arms = ("bf16", "fp4 nvfp4 w4a16")
+    arms = ("bf16", "fp4 nvfp4 w4a16", "fp4 mxfp4 w4a16")
     bench_experts.bench_experts(bench, ("small",), (1, 3), arms=arms, quick=True)
     assert not bench.failures
     assert [(row.name, row.arm) for row in bench.rows] == [

@@ -90,7 +90,7 @@ def test_tiles_of_uneven_experts(device):
         assert all(last - first == 8 for first, last in mine[:-1])
 
 
-@pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4", "nvfp4-w4a16", "bf16"])
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4", "nvfp4-w4a16", "mxfp4-w4a16", "bf16"])
 @pytest.mark.parametrize("per_token, terms", [(True, 1), (False, 1), (True, 2)])
 def test_grouped_linear(spec, per_token, terms, device):
     from tracefp4.kernels.experts import Config, ExpertWeight, grouped_linear

@@ -79,8 +79,7 @@ class Traffic:
                 if self.counts["finished"] % 20 == 0:
                     assert self.record(r).valid.all()
                 self.store.delete(r.guidance)
-        here = self.engine.scheduler.request_ids() | {s.request.id for s in self.engine._loop._ended}
-        self.flying = [name for name in self.flying if name in here]
+        self.flying = [name for name in self.flying if name in self.engine._active]
 
     def _check_books(self) -> None:
         """Owners of pages and of state rows are exactly those who are there."""

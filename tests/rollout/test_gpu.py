@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tracefp4.guidance.late_store import LateStore
+from tracefp4.guidance.memory_store import MemoryStore
+from tracefp4.guidance.ring import Parcel
 from tracefp4.models.tiny import FAMILIES
+from tracefp4.rollout import harvest
+from tracefp4.rollout.loop import HOLD_STEPS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -71,20 +76,79 @@ def test_a_sync_reaches_captured_graphs(make_bench, make_request):
         assert one.response_ids == other.response_ids and one.logprobs == other.logprobs
 
 
+def no_waiting(call, *args):
+    """What ``call`` returns; an error where the host waits for a stream or for the whole device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        return call(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_decode_step_does_not_wait(make_bench, make_request):
     bench = make_bench(device="cuda", cuda_graphs=False)
-    engine, waits = bench.engine, []
+    engine, steps = bench.engine, []
     engine.generate([make_request("warm", 9)])
     step = engine._runner.decode_step
 
-    def watched(inputs, truncate, top):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return step(inputs, truncate, top)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            waits.append(1)
+    def watched(*args):
+        steps.append(1)
+        return no_waiting(step, *args)
 
     engine._runner.decode_step = watched
     engine.generate([make_request("a", 9)])
-    assert waits
+    assert steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("plan", ["r1-all+mid/s3", "c1-all+mid/s2"])
+def test_steps_that_gather_do_not_wait(make_bench, make_request, monkeypatch, dtype, plan):
+    """From the first decode step on the host waits for tokens, by their events, and in the end for the last rows."""
+    bench = make_bench(device="cuda", cuda_graphs=False, max_tokens=1024, dtype=dtype, plan=plan)
+    engine, waits, gathered, open_parcel = bench.engine, [], [], Parcel.open
+    lengths = {"a": 3, "b": 5, "c": 12, "d": HOLD_STEPS + 40}
+    requests = [make_request(name, 4, max_new_tokens=new) for name, new in lengths.items()]
+    expected = {rollout.request_id: rollout for rollout in engine.generate(requests)}  # also makes tables, pins memory
+    for request in requests:
+        engine.add(request)
+    assert engine.step() == []  # prefill, which waits for first tokens
+
+    def watched(parcel):
+        if not parcel.arrived and engine._loop.busy:
+            waits.append(parcel)
+        return open_parcel(parcel)
+
+    gather = engine._harvester.gather
+    monkeypatch.setattr(Parcel, "open", watched)
+    monkeypatch.setattr(
+        engine._harvester, "gather", lambda ended, version: gathered.append(len(ended)) or gather(ended, version)
+    )
+    found, last = [], 0
+    while engine.busy:
+        finished = no_waiting(engine.step)
+        found += finished
+        if len(found) == 3 and finished:
+            last = len(engine.scheduler.running)
+    assert sum(gathered) == 4 and len(gathered) == 2 and not waits
+    assert last == 1, "the first three were not handed out while the last one decoded"
+    monkeypatch.undo()
+    for rollout in found:
+        assert bench.record(rollout).valid.all() and len(rollout.response_ids) == lengths[rollout.request_id]
+        if dtype is torch.float32:
+            other = expected[rollout.request_id]
+            assert rollout.response_ids == other.response_ids and torch.equal(rollout.routes, other.routes)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+def test_a_small_ring_changes_no_byte(make_bench, make_request, monkeypatch, rows):
+    requests = [make_request(n, 9 + i, samples=3, max_new_tokens=8 + 2 * i) for i, n in enumerate("abcdefgh")]
+    benches = [make_bench(device="cuda", plan="r1-all+mid/s3")]
+    chunk = harvest._chunk_bytes(benches[0].engine.capture, benches[0].engine.plan)
+    monkeypatch.setattr(harvest, "RING_BYTES", rows // 16 * chunk)
+    benches.append(make_bench(device="cuda", plan="r1-all+mid/s3"))
+    late = benches[1].store = benches[1].engine._harvester.store = LateStore(MemoryStore())
+    whole, found = (bench.engine.generate(requests) for bench in benches)
+    assert len(late.keys()) == len(found) == 24
+    for one, other in zip(found, whole, strict=True):
+        assert one.response_ids == other.response_ids and torch.equal(one.routes, other.routes)
+        assert bytes(late.get(one.guidance)) == bytes(benches[0].store.get(other.guidance))

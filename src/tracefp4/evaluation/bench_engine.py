@@ -39,8 +39,8 @@ from tracefp4.rollout.embedded import EmbeddedEngine
 
 SPECS = ("bf16", "nvfp4-w4a4", "nvfp4-kv4", "nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4")
 """Precision combinations of a decode step; the first four are BF16 and NVFP4 experts by BF16 and NVFP4 KV cache."""
-WEIGHTS_ALONE = ("nvfp4-w4a16", "nvfp4-w4a16-kv4")
-"""The same with the activations of NVFP4 experts left in BF16."""
+WEIGHTS_ALONE = ("nvfp4-w4a16", "nvfp4-w4a16-kv4", "mxfp4-w4a16", "mxfp4-w4a16-kv4")
+"""The same with the activations of experts left in BF16."""
 ARMS = (*SPECS, *WEIGHTS_ALONE, PEER)
 """Everything that a decode step is measured for. Those that are not in :data:`SPECS` have to be asked for; the peer
 compiles for long."""

@@ -28,7 +28,7 @@ EXPERTS = {"30b": (128, 8, 2048, 768), "35b": (256, 8, 2048, 512), "smollm2-moe"
 """Experts, those of a token, hidden size, intermediate size."""
 EXPERT_BATCHES = {"smollm2-moe": (512,)}
 """Batches of a shape, where they are not those of decoding a large model."""
-OWN = ("bf16", "fp4 nvfp4 w4a4", "fp4 nvfp4 w4a16", "fp4 mxfp4 w4a4")
+OWN = ("bf16", "fp4 nvfp4 w4a4", "fp4 nvfp4 w4a16", "fp4 mxfp4 w4a4", "fp4 mxfp4 w4a16")
 """Formats of weights and activations."""
 ARMS = (*OWN, *PEERS)
 """Ours, and those of other libraries where they are installed."""

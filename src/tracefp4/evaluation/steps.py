@@ -24,6 +24,7 @@ from tracefp4.evaluation.bench import wait_for
 from tracefp4.guidance.codec import CHUNK, chunks
 from tracefp4.guidance.frame import pending_rows
 from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.ring import Ring, parcel_bytes
 from tracefp4.guidance.sheaf import Sheaf
 from tracefp4.guidance.workers import side_by_side
 from tracefp4.rollout.admission import recorded_shapes
@@ -169,9 +170,10 @@ class Steps:
         sheaf = self._gather(self.record(plan), plan)
         rows, starts = self.context, range(0, self._gathered, chunks(self.context) * CHUNK)
         about = {"token_hash": NAMELESS, "numerics_hash": self.engine.spec.hash, "weight_version": 0}
+        ring = Ring(parcel_bytes(sheaf.tensors), self.engine.device)
 
         def work() -> None:
-            there = sheaf.cpu()
+            there = sheaf.sent(ring.send(sheaf.tensors))
             side_by_side([pending_rows(there, start, rows, **about).take for start in starts])
 
         return self._of_a_step(work, repeats)
