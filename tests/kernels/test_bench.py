@@ -14,6 +14,7 @@ from tracefp4.evaluation.expert_peers import PEERS, Peer, blocks_of_experts
 def bench(device, monkeypatch):
     """On whatever runs kernels, with a shape that an interpreter multiplies in no time."""
     monkeypatch.setattr(Bench, "bandwidth", 1e9)
+    monkeypatch.setattr(Bench, "product_rate", 1e12)
     monkeypatch.setattr(bench_experts, "need_cuda", lambda bench, case: None)
     monkeypatch.setattr(bench_experts, "SETS", 1)
     monkeypatch.setitem(bench_experts.EXPERTS, "small", (2, 1, 64, 64))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tracefp4.evaluation.bench import Bench, Work, failures, need_cuda
-from tracefp4.evaluation.bench_kernels import fill_codes, random_values
+from tracefp4.evaluation.bench_kernels import random_values
 from tracefp4.evaluation.expert_peers import PEERS, Layer
+from tracefp4.evaluation.fill import fill_codes
 from tracefp4.formats.numerics import Numerics, get_numerics
 from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest
 
@@ -90,6 +91,12 @@ def draw_experts(batch: int, experts: int, top_k: int, skew: float, device: torc
         # The largest sums of logarithms of weights and Gumbel noise are a draw by weights.
         logits = -(-logits.clamp_min(1e-30).log()).clamp_min(1e-30).log() - skew * rank.log()
     return logits.topk(top_k, -1)[1]
+
+
+def pair_flops(shape: str, batch: int) -> float:
+    """Operations of both products of ``batch`` tokens."""
+    _, top_k, hidden, inter = EXPERTS[shape]
+    return 2.0 * batch * top_k * 3 * hidden * inter
 
 
 def _expert_layer(bench: Bench, shape: str, arm: str) -> tuple:
@@ -174,6 +181,7 @@ class _Case:
         pairs = route(self.chosen, experts, self.rows)
         x, gated = random_values(bench, batch, hidden), random_values(bench, batch * top_k, inter, 1)
         nbytes = self.chosen.unique().numel() / experts * sum(_nbytes(w) for w in layers[0])
+        flops = pair_flops(self.shape, batch)
         choices: list[tuple[str, Sequence[Config | None]]] = [("default tiles", [None, None])]
         if not quick:
             best = [
@@ -188,9 +196,9 @@ class _Case:
             (text, [lambda w=layer, c=c: _pair(x, w, pairs, n, c) for layer in layers]) for text, c in choices
         ]
         if quick:
-            bench.add(self.name, self.arm, cases[0][1], nbytes, cases[0][0])
+            bench.add(self.name, self.arm, cases[0][1], nbytes, cases[0][0], flops)
         else:
-            bench.best(self.name, self.arm, cases, nbytes)
+            bench.best(self.name, self.arm, cases, nbytes, flops)
 
     def parts(self) -> None:
         """The small kernels around the products."""
