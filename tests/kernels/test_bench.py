@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tracefp4.evaluation import bench_experts
+from tracefp4.evaluation import bench_experts, bench_prefill
 from tracefp4.evaluation.bench import Bench
 from tracefp4.evaluation.expert_peers import PEERS, Peer, blocks_of_experts
+from tracefp4.evaluation.fill import fill_kv
 
 
 @pytest.fixture
 def bench(device, monkeypatch):
     """On whatever runs kernels, with a shape that an interpreter multiplies in no time."""
     monkeypatch.setattr(Bench, "bandwidth", 1e9)
-    monkeypatch.setattr(Bench, "product_rate", 1e12)
+    monkeypatch.setattr(Bench, "product_rate", 1e9)
     monkeypatch.setattr(bench_experts, "need_cuda", lambda bench, case: None)
     monkeypatch.setattr(bench_experts, "SETS", 1)
     monkeypatch.setitem(bench_experts.EXPERTS, "small", (2, 1, 64, 64))
@@ -72,3 +73,30 @@ def test_blocks_of_experts(block):
     assert sorted(pairs[real].tolist()) == list(range(chosen.numel())) and (pairs[~real] == chosen.numel()).all()
     assert torch.equal(chosen.flatten()[pairs[real].long()], owners.repeat_interleave(block)[real].long())
     assert len(owners) == sum(-(-int(count) // block) for count in chosen.flatten().bincount(minlength=8))
+
+
+@pytest.mark.parametrize("chunk, context", [(16, 24), (32, 16)])
+def test_attention_of_a_chunk_stands_beside_pytorchs_and_its_operations(bench, monkeypatch, chunk, context):
+    monkeypatch.setitem(bench_prefill.ATTENTION, "small", (4, 2, 64))
+    monkeypatch.setattr(bench_prefill, "need_cuda", lambda bench, case: None)
+    if bench.device.type == "cpu":
+        monkeypatch.setattr(bench_prefill, "prefill_configs", lambda: [{"rows": 32, "columns": 16}])
+    bench_prefill.bench_prefill_attention(bench, ("small",), (2,), (context,), chunk)
+    assert not bench.failures and [row.arm for row in bench.rows] == ["bf16", "fp4 nvfp4", "fp4 mxfp4", "sdpa"]
+    chunk = min(chunk, context)
+    assert {row.name for row in bench.rows} == {f"prefill attention small B2 {chunk} over {context}"}
+    seen = sum(context - chunk + i + 1 for i in range(chunk))  # pairs of a query and a token, of a head and sequence
+    assert all(row.bound == pytest.approx(1e6 * 2 * 4 * 4 * 64 * seen / 1e9) for row in bench.rows)
+
+
+def test_pools_are_filled_with_numbers_as_a_model_has_them(device):
+    from tracefp4.formats.fused import rules
+    from tracefp4.formats.numerics import get_numerics
+    from tracefp4.kernels.kv_append import pool_tensors
+
+    for name in (None, "sglang-kv-nvfp4", "mxfp4-ceil"):
+        made = None if name is None else rules(get_numerics(name))
+        kv = pool_tensors(8, 2, 64, made, device)
+        fill_kv(kv, made)
+        assert (kv.codes.unflatten(1, (4, -1)) != 0).any(-1).all()
+        assert kv.scales is None or (kv.scales > 0).all()
