@@ -18,6 +18,7 @@ from tracefp4.evaluation.bench import Bench, Work, failures, need_cuda
 from tracefp4.evaluation.bench_kernels import random_values
 from tracefp4.evaluation.expert_peers import PEERS, Layer
 from tracefp4.evaluation.fill import fill_codes
+from tracefp4.evaluation.peer_check import TOLERANCE, deviation
 from tracefp4.formats.numerics import Numerics, get_numerics
 from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest
 
@@ -132,7 +133,7 @@ def _peer_layers(bench: Bench, shape: str, arm: str) -> list[Layer]:
 
 
 def _peer_pair(bench: Bench, shape: str, arm: str, layers: list[Layer], chosen: Tensor, name: str) -> None:
-    """The pair as another library computes it."""
+    """The pair as another library computes it, and how far it is from the same sums in float64."""
     if not layers:
         return
     _, _, hidden, inter = EXPERTS[shape]
@@ -142,9 +143,18 @@ def _peer_pair(bench: Bench, shape: str, arm: str, layers: list[Layer], chosen: 
     except (*failures(), *FOREIGN) as error:
         bench.fail(name, arm, error)
         return
-    cases = [(way[0][0], [work for _, work in way]) for way in zip(*ways, strict=True)]
+    names, numbers = {}, {}
+    for way in ways[0]:
+        try:
+            off = deviation(way.work(), layers[0].expected(x, way))
+        except (*failures(), *FOREIGN) as error:
+            bench.fail(f"{name}, check of {way.name}", arm, error)
+            continue
+        numbers[f"deviation {way.name}"] = off
+        names[way.name] = f"{way.name}, {'deviates' if off > TOLERANCE else 'off'} by {off:.2%}"
+    cases = [(names.get(way[0].name, way[0].name), [one.work for one in way]) for way in zip(*ways, strict=True)]
     nbytes = chosen.unique().numel() * 3 * hidden * inter * PEERS[arm].bits / 8
-    bench.best(name, arm, cases, nbytes)
+    bench.best(name, arm, cases, nbytes, pair_flops(shape, len(chosen)), numbers)
 
 
 @dataclass(slots=True)
