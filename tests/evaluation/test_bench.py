@@ -14,11 +14,21 @@ from tracefp4.cli.bench_options import CASES, USES
 from tracefp4.cli.main import app, load_command
 from tracefp4.core import Request, SamplingParams
 from tracefp4.errors import ConfigError
-from tracefp4.evaluation import bench_capture, bench_engine, bench_frames, bench_prefill, bench_rollout
+from tracefp4.evaluation import (
+    bench_capture,
+    bench_engine,
+    bench_frames,
+    bench_kernels,
+    bench_prefill,
+    bench_rollout,
+    rounding_peers,
+)
 from tracefp4.evaluation.bench import Bench, Row
 from tracefp4.evaluation.bench_prefill import prefill_flops
 from tracefp4.evaluation.bench_shapes import SHAPES, Sizes, random_model, sizes
 from tracefp4.evaluation.steps import Steps, decode_rows
+from tracefp4.formats import blocks
+from tracefp4.formats.numerics import get_numerics
 from tracefp4.formats.spec import get_spec
 from tracefp4.rollout.embedded import EmbeddedEngine
 
@@ -381,6 +391,26 @@ def test_a_tiny_shape_runs_by_default(case):
     small = ["--layers", "1", *(["--batch", "1"] if case != "prefill" else [])]
     rows = bench_of(case, "--shape", "tiny", *small, *(["--arm", "bf16"] if case == "decode" else []))
     assert isinstance(rows, list) and rows, rows
+
+
+def test_rounding_stands_beside_torchaos(bench):
+    pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason="torchao is a development extra")
+    bench_kernels.bench_qat(bench, 8, 64)
+    assert not [line for line in bench.failures if "no kernel" not in line]
+    rows = {(row.name, row.arm): row for row in bench.rows}
+    assert {name for name, arm in rows if arm == "torchao nvfp4"} == {"round", "round to codes"}
+    # Two bytes in and two out; codes are four bits and a share of a scale's eight.
+    assert rows["round", "torchao mxfp4"].bound == pytest.approx(1e6 * 4 * 512 / 1e9)
+    assert rows["round to codes", "torchao nvfp4"].bound == pytest.approx(1e6 * 2.5625 * 512 / 1e9)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ours = blocks.quantize(x.float(), get_numerics("mxfp4-ceil")).dequantize(torch.bfloat16)
+    assert torch.equal(rounding_peers._works("mxfp4", "values")(x), ours)
+
+
+def test_torchao_may_be_missing(bench, monkeypatch):
+    monkeypatch.setattr(rounding_peers.importlib.util, "find_spec", lambda name: None)
+    rounding_peers.bench_torchao(bench, [])
+    assert bench.notes == ["torchao was left out: it is not installed"] and not bench.rows and not bench.failures
 
 
 def test_rows_come_out_as_they_are_measured():

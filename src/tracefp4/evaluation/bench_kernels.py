@@ -11,6 +11,7 @@ from torch import Tensor
 from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.evaluation.bench import Bench, Work, need_cuda
 from tracefp4.evaluation.fill import fill_kv
+from tracefp4.evaluation.rounding_peers import bench_torchao
 from tracefp4.formats.blocks import quantize
 from tracefp4.formats.fused import rules
 from tracefp4.formats.numerics import get_numerics
@@ -41,7 +42,7 @@ def bench_codec(bench: Bench, rows: int = 16384, width: int = 2048) -> None:
 
 
 def bench_qat(bench: Bench, rows: int = 16384, width: int = 2048) -> None:
-    """Rounding of activations for a product: to nearest, recording a bit, and following recorded bits."""
+    """Rounding of activations for a product: to nearest, recording a bit, and following recorded bits; torchao's."""
     xs = [random_values(bench, rows, width, seed) for seed in range(2)]
     values = rows * width
     outs = [torch.empty_like(x) for x in xs]
@@ -68,6 +69,7 @@ def bench_qat(bench: Bench, rows: int = 16384, width: int = 2048) -> None:
         outcome = record.outcome()
         eager: list[Work] = [lambda n=n, o=outcome: quantize_guided(xs[0], o, n).operand()]
         bench.add("guided r4/s8", f"tensors {name}", eager, None, "codes by table, not fused")
+    bench_torchao(bench, xs)
 
 
 def bench_attention(
