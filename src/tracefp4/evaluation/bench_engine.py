@@ -312,6 +312,7 @@ def _peer(bench: Bench, part: Slice, batch: int) -> None:
         seconds = peer_step(part.shape.config(part.layers), bench.device, batch, part.context)
         bound = 1e6 * part.sizes(get_spec("bf16")).step(batch, part.context) / bench.bandwidth
         detail = f"{batch / seconds:.0f} tok/s, generate with a static cache"
+        detail += ", states as transformers keeps them" * (part.state_dtype != "float32")
         bench.keep(Row(name, PEER, 1e6 * seconds, "us", bound, detail=detail))
     except (*failures(), AttributeError) as error:  # other versions of transformers may lack what is set there
         bench.fail(name, PEER, error)
