@@ -268,10 +268,12 @@ def attention() -> list[bool]:
                 done.append(report(f"decode attention {word} D{width}{' alone' * alone}", attention_decode._split,
                                    pointers if plain else fp4, constants, 32 * 2 * width, num_warps=1,
                                    num_stages=3 if plain else 5))  # fmt: skip
-            constants = shared | {"QUERIES": 128, "COLUMNS": 64, "SINKS": False}
             kinds = pointers if plain else fp4
-            done.append(report(f"prefill attention {word} D{width}", attention_prefill._prefill, kinds, constants,
-                               64 * 2 * width, num_warps=8, num_stages=2))  # fmt: skip
+            for rows, columns, warps, stages in ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3)):
+                constants = shared | {"QUERIES": rows, "COLUMNS": columns, "SINKS": False}
+                name = f"prefill attention {word} D{width} {rows}x{columns} warps {warps}"
+                done.append(report(name, attention_prefill._prefill, kinds, constants, columns * 2 * width,
+                                   num_warps=warps, num_stages=stages))  # fmt: skip
     for together in (16, 32):
         done.append(report(f"decode attention: sum of {together} splits", attention_decode._combine, pointers,
                            {"D": 128, "SINKS": False, "TOGETHER": together}, 128 * together,
@@ -312,7 +314,9 @@ def products() -> list[bool]:
     """Expert products; a value is a weight."""
     done = []
     for word in ("nvfp4", "mxfp4", "bf16"):
-        tiles = ((8, 128, 1, 4, 4), (16, 128, 1, 4, 4), (8, 16, 4, 1, 4), (64, 64, 1, 4, 4)) if word == "bf16" else (
+        tiles = (
+            (8, 128, 1, 4, 4), (16, 128, 1, 4, 4), (8, 16, 4, 1, 4), (64, 64, 1, 4, 4), (64, 128, 1, 4, 4)
+        ) if word == "bf16" else (
             (8, 64, 1, 1, 3), (8, 64, 2, 1, 3), (8, 64, 4, 1, 2), (8, 32, 4, 1, 2), (8, 16, 4, 1, 4),
             (8, 128, 1, 1, 4), (8, 128, 1, 2, 4), (8, 256, 1, 4, 3), (16, 64, 1, 1, 3), (16, 128, 2, 4, 3),
             (64, 128, 2, 4, 3), (64, 128, 1, 4, 3), (64, 64, 1, 4, 6), (64, 64, 2, 4, 4),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tracefp4.evaluation.bench_kernels import ATTENTION, attention_configs
+from tracefp4.evaluation.bench_prefill import prefill_configs
 from tracefp4.formats import blocks, words
 from tracefp4.formats.fused import rules
 from tracefp4.formats.numerics import get_numerics
@@ -53,7 +54,8 @@ def attention(q, k, v, scaling, window=None, sinks=None, before=0):
     group = q.shape[1] // k.shape[0]
     k, v = k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
     logits = torch.einsum("shd,htd->hst", q.double(), k) * scaling
-    distance = torch.arange(before, before + q.shape[0])[:, None] - torch.arange(k.shape[1])
+    query, token = (torch.arange(n, device=q.device) for n in (q.shape[0], k.shape[1]))
+    distance = before + query[:, None] - token
     hidden = (distance < 0) | (distance >= (window or 1 << 30))
     logits = logits.masked_fill(hidden, float("-inf"))
     if sinks is not None:
@@ -391,3 +393,53 @@ def test_prefill_attention(name, width, queries, window, device):
     assert (found[:queries].cpu().double() - expected).abs().max() < 0.02
     expected = attention(q[queries:], k[:, other], v[:, other], width**-0.5, window, sinks, 6)
     assert (found[queries:].cpu().double() - expected).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_prefill_attention_over_bfloat16_wider_heads(width, device):
+    check_chunk(None, width, heads=1, group=4, before=9, queries=8, device=device)
+
+
+LONG = [(1000, 300), (32768 + 5, 300), (0, 515)]
+"""Tokens before a chunk, and those of it."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("before, queries", LONG)
+@pytest.mark.parametrize("width, heads, group", [(64, 2, 8), (128, 1, 8), (256, 1, 8), (128, 2, 3)])
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", "sglang-kv-mx", None])
+def test_a_long_chunk_over_a_long_context(name, width, heads, group, before, queries):
+    check_chunk(name, width, heads=heads, group=group, before=before, queries=queries, device=torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("config", prefill_configs(), ids=str)
+@pytest.mark.parametrize("shape", ATTENTION)
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", None])
+def test_every_tile_of_prefill_that_the_benchmark_times(name, shape, config):
+    heads, kv_heads, width = ATTENTION[shape]
+    where = {"before": 1000, "queries": 300, "device": torch.device("cuda")}
+    check_chunk(name, width, heads=1, group=heads // kv_heads, **where, **config)
+
+
+def check_chunk(name, width, *, heads, group, before, queries, device, **options):
+    """A chunk of one sequence beside a short one, against float64."""
+    from tracefp4.kernels.attention_prefill import prefill_attention
+
+    tokens, short = before + queries, min(5, queries)
+    kv, _, slots, k, v = filled(name, device, tokens=tokens, heads=heads, width=width)
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(queries + short, heads * group, width, generator=generator).bfloat16()
+    # The second sequence is the first tokens of the first, all of them new.
+    packed = torch.cat([slots, slots[:short]]).to(device)
+    table = torch.tensor([[0, queries, 0, tokens], [queries, short, tokens, short]], device=device)
+    if device.type == "cpu":
+        options = {"rows": 32, "columns": 16}
+    q, k, v = (x.to(device) for x in (q, stands_for(k, name), stands_for(v, name)))
+    found = prefill_attention(q, kv, packed, table, queries, width**-0.5, **options).double()
+    expected = attention(q[:queries], k, v, width**-0.5, before=before)
+    assert (found[:queries] - expected).abs().max() < 0.02
+    expected = attention(q[queries:], k[:, :short], v[:, :short], width**-0.5)
+    assert (found[queries:] - expected).abs().max() < 0.02
