@@ -181,8 +181,11 @@ and V with fused layers (none without), 0.013 of the experts' inputs, 0.045 of w
 that is left out, or a factor of 1.1 on attention's logits, makes those 0.08 and 0.23."""
 
 
-def compare(everything: Heard, plain: Heard, exact: Heard, spec: str, compiled: bool | str) -> None:
-    """How far the first may be from the second, with the distance of the second from the third as a measure."""
+def compare(everything: Heard, plain: Heard, exact: Heard, spec: str, same_products: bool) -> None:
+    """How far the first may be from the second, with the distance of the second from the third as a measure.
+
+    With the ``same_products`` nothing but one and the same code comes before K and V of layer 0.
+    """
     near, far = kl(everything, plain), kl(plain, exact)
     if get_spec(spec).activations is None and get_spec(spec).kv is None:
         # Nothing flips; bfloat16 logits of this size are 0.016 apart, at most 0.03.
@@ -194,8 +197,7 @@ def compare(everything: Heard, plain: Heard, exact: Heard, spec: str, compiled: 
         assert found < 1.25 * limit + 0.02, site
         if site.layer == 0:
             assert found < FIRST[site.kind], site
-            if site.kind in KV_KINDS and compiled is not True:
-                # Nothing comes before them but the model's own code, which only a compiler fuses.
+            if site.kind in KV_KINDS and same_products:
                 assert found == 0, site
     assert (everything.routes == plain.routes).float().mean() > 0.95
 
@@ -263,4 +265,5 @@ def test_steps_with_everything_are_those_with_nothing(
     )
     torch.testing.assert_close(said, everything.logprobs.gather(1, tokens[:, None])[:, 0], atol=1e-4, rtol=0)
     assert (torch.tensor(behind) <= 2 * (everything.logprobs - plain.logprobs).abs().amax(1) + 1e-4).all()
-    compare(everything, plain, exact, spec, compiled)
+    # Compiled engines make Q, K and V in one product, whose order of additions is a library's choice on a GPU.
+    compare(everything, plain, exact, spec, not compiled or (compiled == "eager" and device.type == "cpu"))
