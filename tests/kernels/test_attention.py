@@ -219,6 +219,34 @@ def test_every_configuration_of_the_benchmark(name, width, group, config, device
         assert (found[i : i + 1].double() - expected).abs().max() < 0.02
 
 
+@pytest.mark.parametrize(
+    "name, width, group",
+    [
+        ("mxfp4-ceil", 128, 8),
+        pytest.param("mxfp4-ceil", 128, 5, marks=[] if GPU else [pytest.mark.slow]),
+        pytest.param("nvfp4-te", 64, 4, marks=[] if GPU else [pytest.mark.slow]),
+    ],
+)
+def test_a_limit_on_registers_changes_no_bit(name, width, group, device, same, monkeypatch):
+    """Heads of 128 in MXFP4 are limited by default, others where the benchmark tries it; 255 is all that there are."""
+    from tracefp4.kernels import attention_decode
+
+    tokens, heads, options = (2125, 2, {}) if device.type == "cuda" else (43, 1, {"span": 32, "rows": 16})
+    kv, table, *_ = filled(name, device, tokens=tokens, heads=heads, width=width)
+    lengths = torch.tensor([tokens, 17, 1, tokens // 2][: 2 * heads], device=device)
+    q = torch.randn(len(lengths), heads * group, width, generator=torch.Generator().manual_seed(5))
+    q, pages = q.bfloat16().to(device), table.expand(len(lengths), -1).contiguous().to(device)
+    limits, own = [], attention_decode._split.run
+    monkeypatch.setattr(attention_decode._split, "run", lambda *a, **k: limits.append(k["maxnreg"]) or own(*a, **k))
+    wanted = [255, None, *sorted({config["registers"] for config in attention_configs() if "registers" in config})]
+    found = [
+        attention_decode.decode_attention(q, kv, pages, lengths, width**-0.5, registers=registers, **options)
+        for registers in wanted
+    ]
+    assert limits == [255, 128 if name == "mxfp4-ceil" else None, *wanted[2:]] and len(limits) > 2
+    assert all(same(one, found[0]) for one in found[1:]) and found[0].isfinite().all()
+
+
 @pytest.mark.parametrize("name", ["nvfp4-te", None])
 def test_a_pool_too_large_for_32_bits(name, device, monkeypatch):
     """On a GPU one with tokens beyond 2^31 places of the codes; elsewhere it is only said to be so large."""

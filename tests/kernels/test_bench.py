@@ -47,7 +47,7 @@ def test_a_quick_run_times_the_default_tiles_of_all_arms_batch_by_batch(bench):
 
 
 def test_a_whole_run_also_times_tiles_and_small_kernels(bench, monkeypatch):
-    monkeypatch.setattr(bench_experts, "_expert_configs", lambda *a: [])
+    monkeypatch.setattr(bench_experts, "expert_configs", lambda *a: [])
     bench_experts.bench_experts(bench, ("small",), (2,), arms=("bf16", "fp4 nvfp4 w4a4"))
     assert not bench.failures
     names = [row.name for row in bench.rows if row.arm != "bf16"]

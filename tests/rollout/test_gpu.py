@@ -1,4 +1,8 @@
-"""The same engine on a CUDA device, launch by launch and as CUDA graphs."""
+"""The same engine on a CUDA device, launch by launch and as CUDA graphs.
+
+In float32 that is plain code. In bfloat16, with sizes that kernels take, it is what runs in earnest; beside plain code
+that stands in ``test_everything.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import torch
 from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.ring import Parcel
-from tracefp4.models.tiny import FAMILIES
+from tracefp4.models.tiny import FAMILIES, tiny_model
 from tracefp4.rollout import harvest
 from tracefp4.rollout.loop import HOLD_STEPS
 
@@ -28,14 +32,16 @@ def test_cuda_agrees_with_the_reference(make_bench, make_request, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_change_nothing(make_bench, make_request, family, dtype):
+def test_graphs_change_nothing(make_bench, make_request, kernel_sizes, family, dtype):
     requests = [
         make_request("a", 21, samples=3, max_new_tokens=20),
         make_request("b", 5, max_new_tokens=70),
         make_request("c", 9, top_k=5),
     ]
-    plain = make_bench(family, dtype=dtype, device="cuda", cuda_graphs=False)
-    graphs = make_bench(family, dtype=dtype, device="cuda", cuda_graphs=True)
+    narrow = dtype is torch.bfloat16
+    options = {"dtype": dtype, "device": "cuda", "model_options": kernel_sizes(family) if narrow else None}
+    plain, graphs = (make_bench(family, **options, cuda_graphs=graphs) for graphs in (False, True))
+    assert graphs.engine._runner.sites.experts_by_kernel == narrow
     expected, found = plain.engine.generate(requests), graphs.engine.generate(requests)
     assert plain.engine.stats.graph_steps == 0 and graphs.engine.stats.graph_steps > 0
     same = [one.response_ids == other.response_ids for one, other in zip(expected, found, strict=True)]
@@ -43,9 +49,8 @@ def test_graphs_change_nothing(make_bench, make_request, family, dtype):
         assert all(same)
     for one, other in zip(expected, found, strict=True):
         assert graphs.record(other).valid.all()
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(one.response_ids, other.response_ids, strict=False)) if a != b), 8
-        )
+        pairs = zip(one.response_ids[:8], other.response_ids[:8], strict=True)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), 8)
         close = torch.tensor(one.logprobs[:shared]) - torch.tensor(other.logprobs[:shared])
         assert close.numel() == 0 or close.abs().median() < (1e-4 if dtype is torch.float32 else 0.1)
 
@@ -64,14 +69,22 @@ def test_graphs_return_top_logprobs_and_compensate(make_bench, make_request, res
     assert graphs.stats.graph_steps > 0
 
 
-def test_a_sync_reaches_captured_graphs(make_bench, make_request):
-    from tracefp4.models.tiny import tiny_model
+@pytest.fixture(params=["plain code", "kernels"])
+def made(request, kernel_sizes):
+    """Options of a bench, with kernels or without."""
+    if request.param == "kernels":
+        return {"dtype": torch.bfloat16, "device": "cuda", "model_options": kernel_sizes("qwen3_moe")}
+    return {"dtype": torch.float32, "device": "cuda", "model_options": {}}
 
+
+def test_a_sync_reaches_captured_graphs(make_bench, make_request, uses_kernels, made):
     requests = [make_request("a", 9, samples=2)]
-    bench = make_bench(device="cuda")
+    bench = make_bench(**made)
+    assert uses_kernels(bench.engine) == (made["dtype"] is torch.bfloat16)
     bench.engine.generate(requests)
-    bench.engine.sync(dict(tiny_model("qwen3_moe", seed=9, dtype=torch.float32).named_parameters()), 1)
-    fresh = make_bench(device="cuda", model_options={"seed": 9})
+    options = {"seed": 9, **made["model_options"]}
+    bench.engine.sync(dict(tiny_model("qwen3_moe", dtype=made["dtype"], **options).named_parameters()), 1)
+    fresh = make_bench(**made | {"model_options": options})
     for one, other in zip(bench.engine.generate(requests), fresh.engine.generate(requests), strict=True):
         assert one.response_ids == other.response_ids and one.logprobs == other.logprobs
 
@@ -85,8 +98,8 @@ def no_waiting(call, *args):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_decode_step_does_not_wait(make_bench, make_request):
-    bench = make_bench(device="cuda", cuda_graphs=False)
+def test_a_decode_step_does_not_wait(make_bench, make_request, made):
+    bench = make_bench(**made, cuda_graphs=False)
     engine, steps = bench.engine, []
     engine.generate([make_request("warm", 9)])
     step = engine._runner.decode_step

@@ -197,7 +197,7 @@ class _Case:
             best = [
                 _best_tile(
                     bench, f"{self.name} {('gate_up', 'down')[p]}", self.arm, [layer[p] for layer in layers], v, pairs,
-                    p, n, _expert_configs(self.arm, batch, self.rows, v.shape[1]),
+                    p, n, expert_configs(self.arm, batch, self.rows, v.shape[1]),
                 )
                 for p, v in enumerate((x, gated))
             ]  # fmt: skip
@@ -289,8 +289,15 @@ def _text(config: Config | None) -> str:
     return f"columns {config.columns} unroll {config.unroll} warps {config.warps} stages {config.stages}{limit}"
 
 
-def _expert_configs(arm: str, batch: int, rows: int, inner: int) -> list[Config]:
-    """Tiles worth measuring beside the default; ``benchmarks/instructions.py`` counts what each costs."""
+def expert_configs(arm: str, batch: int, rows: int, inner: int) -> list[Config]:
+    """Tiles worth measuring beside the default; ``benchmarks/instructions.py`` counts what each costs.
+
+    Args:
+        arm: of :data:`OWN`.
+        batch: tokens.
+        rows: pairs of a tile.
+        inner: columns of a matrix.
+    """
     from tracefp4.kernels.experts import Config
 
     sizes: list[tuple[int, ...]]

@@ -47,7 +47,7 @@ from tracefp4.rollout.runner import Runner
 from tracefp4.rollout.sampler import stream_key
 from tracefp4.rollout.scheduler import RESIDENT_STATES, Scheduler
 from tracefp4.rollout.sites import EngineSites
-from tracefp4.rollout.state import StatePool
+from tracefp4.rollout.state import StatePool, check_continues
 from tracefp4.rollout.state import state_dtype as dtype_of_states
 from tracefp4.rollout.stepwise import StepwiseEngine
 from tracefp4.rollout.sync import WeightSync
@@ -79,7 +79,7 @@ class EmbeddedEngine(StepwiseEngine):
 
     Raises:
         EngineError: settings that cannot work.
-        ModelError: a model that cannot be bound.
+        ModelError: a model that cannot be bound, or whose linear layers keep states that the engine cannot.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class EmbeddedEngine(StepwiseEngine):
         slots = limits.max_tokens + limits.page_size
         shapes = recorded_shapes(layout, self.spec, self.plan)
         check_storable(self.spec)
+        check_continues(self._model, layout)
         sites = EngineSites(layout, self.spec, limits.max_batch, residual)
         bind(self._model, sites, spec=self.spec)
         # Before the pool: what packing frees is there for K and V.
