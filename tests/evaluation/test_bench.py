@@ -277,6 +277,18 @@ def test_prefill_rows(bench):
     assert len({row.name for row in bench.rows}) == 1 and all(row.bound > row.value > 0 for row in bench.rows)
 
 
+def test_a_compiled_peer_of_prefill_needs_whole_prompts(bench, monkeypatch):
+    asked = []
+    monkeypatch.setattr(bench_prefill, "peer_prefill", lambda *args: asked.append(args[-1]) or (lambda: None))
+    part = bench_engine.slice_of("tiny", 1, 32, True)
+    bench_prefill.bench_prefill(bench, part, 2, 64, ("bf16", "transformers"))
+    bench_prefill.bench_prefill(bench, part, 2, 16, ("transformers",))
+    assert not bench.failures and asked == [False, True, False] and "compiled was left out" in bench.notes[0]
+    assert [row.arm for row in bench.rows] == ["bf16", "transformers", "transformers compiled", "transformers"]
+    # The engine compiles decode steps alone, so no row of it says compiled.
+    assert {row.name for row in bench.rows} == {f"prefill tiny 1/4 layers 2x32 chunk {chunk}" for chunk in (16, 64)}
+
+
 def test_prefill_in_chunks_reads_weights_and_the_cache_once_a_chunk(bench):
     part = bench_engine.slice_of("tiny", 2, 100)
     bench_prefill.bench_prefill(bench, part, 3, 40, ("bf16", "transformers"))

@@ -17,7 +17,7 @@ decode steps alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from statistics import median
 from typing import Any
@@ -124,10 +124,10 @@ def bench_prefill(
         chunk: prompt tokens of a forward pass.
         arms: of :data:`ARMS`.
     """
-    case = Prefill(part, prompts, chunk)
+    case = Prefill(replace(part, compiled=False), prompts, chunk)
     for arm in arms:
         if arm == PEER:
-            _peer(bench, case)
+            _peer(bench, case, part.compiled)
         else:
             _engine(bench, case, arm)
             release()
@@ -159,12 +159,12 @@ def _keep(bench: Bench, case: Prefill, arm: str, seconds: float, size: Sizes, de
     bench.keep(Row(case.label, arm, case.tokens / seconds, "tok/s", bound, detail=detail, numbers=numbers))
 
 
-def _peer(bench: Bench, case: Prefill) -> None:
-    """Transformers, as written and, if wanted and possible, compiled."""
+def _peer(bench: Bench, case: Prefill, too: bool) -> None:
+    """Transformers as written and, if wanted and possible, compiled ``too``."""
     part, size = case.part, case.part.sizes(get_spec("bf16"))
     config = part.shape.config(part.layers)
     ids = case.ids(config.vocab_size).to(bench.device)
-    for compiled in (False, True) if part.compiled else (False,):
+    for compiled in (False, True) if too else (False,):
         arm = PEER + " compiled" * compiled
         if compiled and case.chunk < part.context:
             bench.note(f"{arm} was left out of {case.label}: prompts are longer than a chunk")
