@@ -175,10 +175,11 @@ def hear(bench: Any, wanted: list[Request]) -> Heard:
     return Heard(rollouts, records)
 
 
-FIRST = {"k": 0.02, "v": 0.02, "latent": 0.02, "experts_in": 0.04, "experts_mid": 0.12}
-"""Share of codes that may differ in layer 0, where no flip comes before to carry on. Interpreted, at most 0.010 of K
-and V with fused layers (none without), 0.013 of the experts' inputs, 0.045 of what is between their products. A sink
-that is left out, or a factor of 1.1 on attention's logits, makes those 0.08 and 0.23."""
+FIRST = {"k": 0.02, "v": 0.02, "latent": 0.02, "experts_in": 0.04, "experts_mid": 0.2}
+"""Share of codes that may differ in layer 0, where no flip comes before to carry on. Interpreted, at most 0.009 of K
+and V with fused layers (none without), 0.016 of the experts' inputs, 0.13 of what is between their products: a largest
+value that differs in its last bit moves the scale of a whole row. Sinks that are left out, or a factor of 1.1 on
+attention's logits, make the last two 0.10 and 0.27, or 0.08 and 0.23."""
 
 
 def compare(everything: Heard, plain: Heard, exact: Heard, spec: str, same_products: bool) -> None:
@@ -191,10 +192,13 @@ def compare(everything: Heard, plain: Heard, exact: Heard, spec: str, same_produ
         # Nothing flips; bfloat16 logits of this size are 0.016 apart, at most 0.03.
         assert (everything.logprobs - plain.logprobs).abs().max() < 0.12 and near.mean() < 1e-3
     else:
-        assert near.mean() < far.mean() and near.max() < 3 * far.max()
+        # Two engines that round independently of each other are twice as far apart as either is from exact. Measured
+        # 0.05 to 0.7 times; a window that is one too long makes it 8, a last token that nobody attends to 20.
+        # A token that takes another expert, for a near tie, stands out of either.
+        assert near.mean() < 2 * far.mean() and near.median() < 2 * far.median() and near.max() < 10 * far.max()
     for site in [site for record in plain.records[:1] for site in record.sites]:
         found, limit = flips(everything, plain, site).mean(), flips(plain, exact, site).mean()
-        assert found < 1.25 * limit + 0.02, site
+        assert found < 1.5 * limit + 0.02, site
         if site.layer == 0:
             assert found < FIRST[site.kind], site
             if site.kind in KV_KINDS and same_products:
