@@ -12,6 +12,7 @@ to the last bit keeps its own code. So does every norm outside training, on a CP
 from __future__ import annotations
 
 import inspect
+import types
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,35 @@ class FusedNorm:
     def remove(self) -> None:
         """Let the norm run its own code again."""
         del self._module.forward
+
+
+_FORM = "tracefp4_form"
+"""Attribute of a norm that is kept whole: its :class:`Form`."""
+
+
+def keep_whole(module: Any) -> bool:
+    """Let a norm of a known form be one node of a graph that is being compiled; uncompiled it runs its own code.
+
+    A compiler that is not told otherwise takes that node apart, with the roundings of :func:`plain_norm`.
+
+    Returns:
+        Whether its form is known.
+    """
+    form = form_of(module)
+    if form is None:
+        return False
+    object.__setattr__(module, _FORM, form)
+    # Bound to the module, as the compiler expects of a forward: all layers share one compiled graph.
+    object.__setattr__(module, "forward", types.MethodType(_whole, module))
+    return True
+
+
+def _whole(module: Any, hidden_states: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        form = getattr(module, _FORM)
+        return plain_norm(hidden_states, module.weight, form[0], form[1])
+    found: Tensor = type(module).forward(module, hidden_states)
+    return found
 
 
 def takes(module: Any, x: Tensor) -> bool:
@@ -88,6 +118,7 @@ def form_of(module: Any) -> Form | None:
     return next(forms, None) if isinstance(found, Tensor) else None
 
 
+@torch.compiler.allow_in_graph
 def plain_norm(x: Tensor, weight: Tensor, eps: float, added: bool = False) -> Tensor:
     """The norm, written out; ``added``: with ``1 + weight`` as :class:`Form` says."""
     wide = x.to(torch.float32)

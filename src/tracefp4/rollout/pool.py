@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import Spec
 from tracefp4.models.layout import ModelLayout
 from tracefp4.rollout.plane import KVFormat, KVPlane
+from tracefp4.rollout.upload import upload
 
 if TYPE_CHECKING:
     from tracefp4.kernels.attention_decode import PagedKV
@@ -212,8 +214,8 @@ class KVPool:
         """
         if self._scales is None:
             raise EngineError(f"layer {layers[0]} stores {kind} in {self.format.dtype}: there are no codes to read")
-        index = torch.tensor([self._index[layer] for layer in layers], device=self._scales.device).unsqueeze(1)
-        lines = (index * self._scales.shape[1] + slots.to(self._scales.device)).flatten()
+        first = np.array([self._index[layer] for layer in layers], np.int64)[:, None] * self._scales.shape[1]
+        lines = (upload(first, self._scales.device) + slots.to(self._scales.device)).flatten()
         whole = KVPlane(self.format, self._codes.flatten(0, 1), self._scales.flatten(0, 1))
         codes, scales = whole.stored(kind, lines)
         return codes.unflatten(0, (len(layers), -1)), scales.unflatten(0, (len(layers), -1))

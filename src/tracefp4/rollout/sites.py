@@ -32,10 +32,12 @@ from tracefp4.guidance.rounding import (
     round_gated,
     round_gated_compensated,
     round_nearest,
+    round_normed,
 )
 from tracefp4.kernels.place import Place
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
+from tracefp4.models.norms import plain_norm
 from tracefp4.models.operands import OperandCache
 from tracefp4.models.recurrence import convolve, delta_rule
 from tracefp4.models.sites import Choice, Heads, LayerSites, Operand
@@ -141,6 +143,8 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
 class _Experts:
     owner: EngineSites
     layer: int
+    _entered: tuple[Tensor, Rounding] | None = None
+    """What :meth:`enter_normed` made, until :meth:`enter` is called with the same rows."""
 
     def gate_up(self, module: nn.Module) -> Operand:
         return self._weight(module, "gate_up_proj")
@@ -154,9 +158,32 @@ class _Experts:
         down = self.owner.kernel_weights.get((self.layer, "down_proj"))
         return None if up is None or down is None else (up, down)
 
+    @property
+    def takes_norm(self) -> bool:
+        """Whether :meth:`enter_normed` may make more of its norm than a tensor."""
+        return self.owner.spec.for_kind(Kind.EXPERTS_IN) is not None and not self.owner.residual
+
     def enter(self, x: Tensor) -> Operand:
         batch = self.owner.here(f"{self.layer}.enter")
+        entered, self._entered = self._entered, None
+        if entered is not None and entered[0].data_ptr() == x.data_ptr() and entered[0].numel() == x.numel():
+            return self._recorded(Site(self.layer, Kind.EXPERTS_IN), entered[1], batch, None)
         return self._quantize(Kind.EXPERTS_IN, x, batch, None)
+
+    def enter_normed(self, x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
+        """``x + added`` and its norm; where there is a kernel for it, the rounding that :meth:`enter` will ask for."""
+        site, batch = Site(self.layer, Kind.EXPERTS_IN), self.owner.running
+        numerics = self.owner.spec.for_kind(site.kind)
+        if self.takes_norm and numerics is not None:
+            bits, place = self.owner.capture.bits_of(site), self._place(site, batch)
+            parts = (t.view(-1, t.shape[-1]) for t in (x.contiguous(), added.contiguous()))
+            found = round_normed(*parts, weight, eps, numerics, bits, offset=offset, place=place)
+            if found is not None:
+                hidden, normed, rounding = found
+                self._entered = normed, rounding
+                return hidden.view(x.shape), normed.view(x.shape)
+        hidden = x + added
+        return hidden, plain_norm(hidden, weight, eps, offset)
 
     def middle(self, h: Tensor, pairs: Tensor | None) -> Operand:
         """``pairs``: of each row; ``None`` if they are in order."""
