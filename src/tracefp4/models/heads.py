@@ -66,21 +66,22 @@ def hook(module: Any, angles: int | None = None) -> HeadsHook | None:
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     """The module's own forward, or the picture above with the site object in its middle."""
-    heads = getattr(module, _HEADS)
+    heads: Heads = getattr(module, _HEADS)
     x, turn, traced = kwargs.get("hidden_states"), kwargs.get("position_embeddings"), torch.compiler.is_compiling()
     # A cache that an engine passes keeps no K and V: its site objects do. Another basis of keys is the module's matter.
-    plain = not args and x is not None and turn is not None and kwargs.get("attention_mask") is None
-    plain = plain and basis_of(module) is None and turn[0].shape[-1] == heads[3]
-    # A graph that is traced serves every layer of its kind, so it asks the site object when it runs.
-    if not plain or not (traced or site_of(module).takes_heads()):
+    own = bool(args) or kwargs.get("attention_mask") is not None or basis_of(module) is not None
+    if own or x is None or turn is None or turn[0].shape[-1] != heads[3]:
         return type(module).forward(module, *args, **kwargs)
-    given = module.q_proj(x), module.k_proj(x), module.v_proj(x), *turn
+    # A graph that is traced serves every layer of its kind, so it asks the site object when it runs.
+    if not traced and not site_of(module).takes_heads():
+        return type(module).forward(module, *args, **kwargs)
+    q, k, v = module.q_proj(x), module.k_proj(x), module.v_proj(x)
     if traced:
-        out = opaque.attend_heads(*given, getattr(module, opaque.KEY), heads[0] * heads[2])
+        out = opaque.attend_heads(q, k, v, *turn, getattr(module, opaque.KEY), heads[0] * heads[2])
     else:
         refuse_autocast(x)
-        out = attend(module, *given)
-    return module.o_proj(_gated(heads, out, given[0])), None
+        out = attend(module, q, k, v, *turn)
+    return module.o_proj(_gated(heads, out, q)), None
 
 
 def _gated(heads: Heads, out: Tensor, q: Tensor) -> Tensor:

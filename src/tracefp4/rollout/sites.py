@@ -307,8 +307,8 @@ class _Attention:
         batch, norms = self.owner.running, None
         if heads.eps is not None:
             norms = module.q_norm.weight, module.k_norm.weight, heads.eps, heads.added
-        rows, turn = [x.flatten(0, 1) for x in (q, k, v)], (cos.flatten(0, 1), sin.flatten(0, 1))
-        turned = self.owner.pool.write_heads(self.layer, batch.slots, *rows, turn, norms)
+        rows, k, v, cos, sin = (x.flatten(0, 1) for x in (q, k, v, cos, sin))
+        turned = self.owner.pool.write_heads(self.layer, batch.slots, rows, k, v, (cos, sin), norms)
         if turned is None:
             return None
         self.owner.here(f"{self.layer}.attend")
