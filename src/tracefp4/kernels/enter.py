@@ -123,6 +123,7 @@ def enter(
         *((none, none, none) if place is None else (place.rows, place.slots, place.tickets)),
         width, eps, *((0, 0, 0) if place is None else (place.rows.stride(0), place.start, place.size)),
         TILE=tile, BITS=bits, VECTORS=0 if place is None else place.vectors,
-        OFFSET=offset, **rules.constants(), num_warps=warps_of(tile * rules.block, rows, 16), enable_fp_fusion=False,
+        OFFSET=offset, **rules.constants(), num_warps=warps_of(tile * rules.block, rows, costly=True),
+        enable_fp_fusion=False,
     )  # fmt: skip
     return hidden, normed, out
