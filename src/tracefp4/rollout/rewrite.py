@@ -91,7 +91,7 @@ def _leave(graph: Graph, experts: Node) -> None:
     if other is out:
         return
     with graph.inserting_before(total):
-        new = graph.call_function(experts.target, (*experts.args[:4], other))
+        new = graph.call_function(torch.ops.tracefp4.experts.default, (*experts.args[:4], other))
     new.meta = dict(total.meta)
     total.replace_all_uses_with(new)
     while total is not None:  # the sum, the change of shape, the experts: nobody uses them now

@@ -176,8 +176,8 @@ class _Experts:
         numerics = self.owner.spec.for_kind(site.kind)
         if self.takes_norm and numerics is not None:
             bits, place = self.owner.capture.bits_of(site), self._place(site, batch)
-            parts = (t.view(-1, t.shape[-1]) for t in (x.contiguous(), added.contiguous()))
-            found = round_normed(*parts, weight, eps, numerics, bits, offset=offset, place=place)
+            flat, other = (t.contiguous().view(-1, t.shape[-1]) for t in (x, added))
+            found = round_normed(flat, other, weight, eps, numerics, bits, offset=offset, place=place)
             if found is not None:
                 hidden, normed, rounding = found
                 self._entered = normed, rounding
