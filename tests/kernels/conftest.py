@@ -16,6 +16,10 @@ from tracefp4.formats.numerics import Numerics, get_numerics
 from tracefp4.kernels.runtime import SWITCH
 from tracefp4.rollout.capture import Capture
 
+# PyTorch notes once which functions a default device is for, and it must not note those that stand in for them below.
+with torch.device("meta"):
+    torch.empty(0)
+
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
 
 
