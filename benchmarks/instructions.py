@@ -33,6 +33,7 @@ from tracefp4.kernels import (
     convolution,
     delta_rule,
     dequantize,
+    enter,
     experts,
     experts_training,
     gate,
@@ -51,6 +52,7 @@ from tracefp4.kernels import (
     turn,
 )
 from tracefp4.kernels import step as step_rows
+from tracefp4.kernels.sizes import COMPARED_TOGETHER
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 LINE = re.compile(r"\s+/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.x]+)([^;]*);")
@@ -181,7 +183,8 @@ def rounding() -> list[bool]:
                            num_warps=4, enable_fp_fusion=False))  # fmt: skip
     frames = {"frames_ptr": BYTES, "source_ptr": "*i64", "strip_ptr": "*i64", "out_ptr": BYTES}
     done.append(report("frames of a batch", stack._stack, frames, {"BYTES": 4096}, 4096, num_warps=4))
-    sites = {f"x{i}_ptr": BYTES for i in range(checks.TOGETHER)} | {f"e{i}_ptr": "*i32" for i in range(checks.TOGETHER)}
+    sites = {f"x{i}_ptr": BYTES for i in range(COMPARED_TOGETHER)}
+    sites |= {f"e{i}_ptr": "*i32" for i in range(COMPARED_TOGETHER)}
     pointers = sites | {"data_ptr": BYTES, "valid_ptr": "*i1", "keys_ptr": "*i64", "totals_ptr": "*i64",
                         "out_ptr": "*i32"}  # fmt: skip
     for word, kernel, own in (("checks of bits", checks._check, {"EACH": True, "VALID": True}),
@@ -194,13 +197,16 @@ def rounding() -> list[bool]:
         constants = {"BITS": bits, "UNIT": 32, "TILE": 128}
         done.append(report(f"unpack r{bits}", planes._unpack, whole, constants, 4096, num_warps=4))
     for name in ("sglang-kv-nvfp4", "mxfp4-ceil"):
-        for queries, norm_of in ((0, False), (32, False), (32, True)):
-            constants = {"HEADS": 4, "D": 128, "FP4": True, "QUERIES": queries, "ROWS": 4 if queries else 1,
-                         "NORM": norm_of, **rules(get_numerics(name)).constants()}  # fmt: skip
+        for width, heads, queries, turned, norm_of in ((128, 4, 0, 128, ""), (128, 4, 32, 128, ""),
+                                                       (128, 4, 32, 128, "norms"), (256, 2, 0, 256, ""),
+                                                       (256, 2, 16, 64, "norms by 1 + weight")):  # fmt: skip
+            constants = {"HEADS": heads, "D": width, "FP4": True, "QUERIES": queries, "ROWS": 4 if queries else 1,
+                         "TURNED": turned, "NORM": bool(norm_of), "ADDED": "1 +" in norm_of,
+                         **rules(get_numerics(name)).constants()}  # fmt: skip
             pointers = {"slots_ptr": "*i64", "codes_ptr": "*i16", "scales_ptr": BYTES}
-            words = " with queries" * bool(queries) + " and norms" * norm_of
-            done.append(report(f"append {name}{words}", kv_append._append, pointers, constants, 128, num_warps=1,
-                               enable_fp_fusion=False))  # fmt: skip
+            words = f" with queries, turned in {turned}" * bool(queries) + f", {norm_of}" * bool(norm_of)
+            done.append(report(f"append {name} D{width}{words}", kv_append._append, pointers, constants, width,
+                               num_warps=1, enable_fp_fusion=False))  # fmt: skip
     return done
 
 
@@ -262,12 +268,16 @@ def attention() -> list[bool]:
                 done.append(report(f"decode attention {word} D{width}{' alone' * alone}", attention_decode._split,
                                    pointers if plain else fp4, constants, 32 * 2 * width, num_warps=1,
                                    num_stages=3 if plain else 5))  # fmt: skip
-            constants = shared | {"QUERIES": 128, "COLUMNS": 64, "SINKS": False}
             kinds = pointers if plain else fp4
-            done.append(report(f"prefill attention {word} D{width}", attention_prefill._prefill, kinds, constants,
-                               64 * 2 * width, num_warps=8, num_stages=2))  # fmt: skip
-    done.append(report("decode attention: sum of splits", attention_decode._combine, pointers,
-                       {"D": 128, "SINKS": False, "TOGETHER": 16}, 128 * 8, num_warps=2))  # fmt: skip
+            for rows, columns, warps, stages in ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3)):
+                constants = shared | {"QUERIES": rows, "COLUMNS": columns, "SINKS": False}
+                name = f"prefill attention {word} D{width} {rows}x{columns} warps {warps}"
+                done.append(report(name, attention_prefill._prefill, kinds, constants, columns * 2 * width,
+                                   num_warps=warps, num_stages=stages))  # fmt: skip
+    for together in (16, 32):
+        done.append(report(f"decode attention: sum of {together} splits", attention_decode._combine, pointers,
+                           {"D": 128, "SINKS": False, "TOGETHER": together}, 128 * together,
+                           num_warps=together // 8))  # fmt: skip
     return done
 
 
@@ -304,7 +314,9 @@ def products() -> list[bool]:
     """Expert products; a value is a weight."""
     done = []
     for word in ("nvfp4", "mxfp4", "bf16"):
-        tiles = ((8, 128, 1, 4, 4), (16, 128, 1, 4, 4), (8, 16, 4, 1, 4), (64, 64, 1, 4, 4)) if word == "bf16" else (
+        tiles = (
+            (8, 128, 1, 4, 4), (16, 128, 1, 4, 4), (8, 16, 4, 1, 4), (64, 64, 1, 4, 4), (64, 128, 1, 4, 4)
+        ) if word == "bf16" else (
             (8, 64, 1, 1, 3), (8, 64, 2, 1, 3), (8, 64, 4, 1, 2), (8, 32, 4, 1, 2), (8, 16, 4, 1, 4),
             (8, 128, 1, 1, 4), (8, 128, 1, 2, 4), (8, 256, 1, 4, 3), (16, 64, 1, 1, 3), (16, 128, 2, 4, 3),
             (64, 128, 2, 4, 3), (64, 128, 1, 4, 3), (64, 64, 1, 4, 6), (64, 64, 2, 4, 4),
@@ -327,8 +339,13 @@ def products() -> list[bool]:
     done.append(report("training experts, gradient of W", experts_training._weights, more, tile | {"out_k": 1},
                        128 * 128, num_warps=8, num_stages=3))  # fmt: skip
     done += routing_of_a_layer()
-    done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"}, {"TOP_K": 8, "TILE": 1024},
-                       8192, num_warps=2, enable_fp_fusion=False))  # fmt: skip
+    for made in (rules(get_numerics(name)) for name in ("nvfp4-te", "mxfp4-ceil")):
+        constants = {"TILE": 2048 // made.block, "BITS": 1, "VECTORS": 1, "OFFSET": False, **made.constants()}
+        done.append(report(f"into the experts, block {made.block}", enter._enter, SMALL, constants, 2048, num_warps=8,
+                           enable_fp_fusion=False))  # fmt: skip
+    constants = {"TOP_K": 8, "TILE": 1024, "ADDED": True}
+    done.append(report("weighted sum", experts._weighted_sum, {"weights_ptr": "*fp32"}, constants, 8192, num_warps=2,
+                       enable_fp_fusion=False))  # fmt: skip
     draws = {"stream_ptr": "*i64", "position_ptr": "*i64", "best_ptr": "*i32", "temperature_ptr": "*fp32",
              "floats_ptr": "*fp32"}  # fmt: skip
     done.append(report("sample", sample._draw, draws, {"WIDTH": 256}, 256, num_warps=1, enable_fp_fusion=False))

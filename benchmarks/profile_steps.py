@@ -35,6 +35,7 @@ from tracefp4.cli.bench_options import check_names
 from tracefp4.errors import ConfigError, TraceError
 from tracefp4.evaluation import bench_engine, bench_rollout, bench_train
 from tracefp4.evaluation.bench import Bench, failures, need_cuda, pick_device, wait_for
+from tracefp4.evaluation.fill import fill_engine
 from tracefp4.evaluation.steps import Steps
 from tracefp4.evaluation.timeline import Profile, difference, observe
 from tracefp4.guidance.late_store import LateStore
@@ -142,6 +143,7 @@ def _decode(options: Options, spec: str) -> Iterator[Work]:
     room = options.batch * bench_engine.paged(options.context)
     engine = bench_engine.make_engine(part, spec, None, options.device, room, options.batch)
     bench_engine.warm(engine)
+    fill_engine(engine)
     with Steps(engine, options.batch, options.context).own().ready() as step:
         work = _repeated(step, options.device)
         work(options.warmup)

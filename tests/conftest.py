@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,6 +25,40 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device(request.param)
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where kernels run: compiled on a GPU, interpreted on a machine without one."""
+    from tracefp4.kernels.runtime import interpreted
+
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        yield torch.device("cuda")
+    elif torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU")
+    elif importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is missing")
+    else:
+        with interpreted(), pytest.MonkeyPatch.context() as patch:
+            _let_ranges_have_tensor_bounds(patch)
+            yield torch.device("cpu")
+
+
+def _let_ranges_have_tensor_bounds(patch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter calls ``int`` on an array of one element, which NumPy 2.4 refuses."""
+    import triton.runtime.interpreter as interpreter
+
+    original = getattr(interpreter, "_patch_lang_tensor", None)
+    if original is None:
+        return  # another version
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @pytest.fixture(scope="session")

@@ -66,13 +66,20 @@ def clock(clock, monkeypatch):
 
 
 def test_gathering_what_was_recorded_is_counted_by_itself(engine, monkeypatch, clock):
-    collect, calls = Harvester.collect, []
+    gather, take, calls = Harvester.gather, Harvester.take, []
 
-    def slow(*args):
-        calls.append(clock.sleep(0.2))
-        return collect(*args)
+    def slow(self, sequences, *args):
+        if sequences:
+            calls.append(clock.sleep(0.1))
+        return gather(self, sequences, *args)
 
-    monkeypatch.setattr(Harvester, "collect", slow)
+    def late(self, *, wait):
+        if wait:
+            clock.sleep(0.1)
+        return take(self, wait=wait)
+
+    monkeypatch.setattr(Harvester, "gather", slow)
+    monkeypatch.setattr(Harvester, "take", late)
     _, numbers, _ = seen(engine)
     assert calls and numbers["gather_ms"] == pytest.approx(200 * len(calls), rel=0.2)
     assert numbers["rest_ms"] + numbers["decode_ms"] > numbers["gather_ms"]

@@ -85,6 +85,8 @@ def test_unknown_presets_name_the_nearest():
         ("nvfp4-kv4", None, None, "constant"),
         ("nvfp4-w4a16", "tensor", None, None),
         ("mxfp4-w4a4-kv4", "none", "none", "none"),
+        ("mxfp4-w4a16", "none", None, None),
+        ("mxfp4-w4a16-kv4", "none", None, "none"),
         ("bf16", None, None, None),
     ],
 )

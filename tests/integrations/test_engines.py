@@ -11,7 +11,7 @@ import torch
 
 from tracefp4.core import Handle, Kind, Request, SamplingParams, Site
 from tracefp4.errors import ConfigError, EngineError, FormatError, GuidanceCorrupt, GuidanceMissing, SyncError
-from tracefp4.formats.spec import get_spec
+from tracefp4.formats.spec import SPECS, get_spec
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.frame import decode
 from tracefp4.guidance.late_store import LateStore
@@ -193,7 +193,7 @@ def test_the_host_answers_orders_and_ends_with_its_connection(channels):
 # Settings and hand-over ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["nvfp4-w4a4-kv4", "mxfp4-w4a8-kv4", "nvfp4-w4a16", "bf16"])
+@pytest.mark.parametrize("name", SPECS)
 def test_a_spec_survives_its_description(name):
     assert load_spec(dump_spec(get_spec(name))).hash == get_spec(name).hash
 

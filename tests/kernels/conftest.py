@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tracefp4.core import Kind, Site, SiteShape
+from tracefp4.formats.numerics import Numerics, get_numerics
 from tracefp4.kernels.runtime import SWITCH
+from tracefp4.rollout.capture import Capture
+
+# PyTorch notes once which functions a default device is for, and it must not note those that stand in for them below.
+with torch.device("meta"):
+    torch.empty(0)
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
 
 
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+@pytest.fixture
+def device(kernel_device: torch.device) -> torch.device:
     """Where kernels run: compiled on a GPU, interpreted on a machine without one."""
-    from tracefp4.kernels.runtime import interpreted
-
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-        yield torch.device("cuda")
-    elif torch.cuda.is_available():
-        pytest.skip("kernels are compiled where there is a GPU")
-    else:
-        with interpreted(), pytest.MonkeyPatch.context() as patch:
-            _let_ranges_have_tensor_bounds(patch)
-            yield torch.device("cpu")
-
-
-def _let_ranges_have_tensor_bounds(patch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter calls ``int`` on an array of one element, which NumPy 2.4 refuses."""
-    import triton.runtime.interpreter as interpreter
-
-    original = getattr(interpreter, "_patch_lang_tensor", None)
-    if original is None:
-        return  # another version
-
-    def patched(tensor, scope):
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    patch.setattr(interpreter, "_patch_lang_tensor", patched)
+    return kernel_device
 
 
 def _values(rows: int, width: int, kind: str = "normal", seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -90,6 +72,25 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 def same() -> Callable[[Tensor, Tensor], bool]:
     """Compare bit patterns."""
     return _same
+
+
+@pytest.fixture
+def capture_of() -> Callable[..., tuple[Capture, Numerics]]:
+    """``capture_of(name, width, bits, device)``: rows for experts' inputs of two layers, full of 77, and numerics."""
+
+    def make(name: str, width: int, bits: int, device: torch.device) -> tuple[Capture, Numerics]:
+        n = get_numerics(name)
+        shapes = tuple(
+            SiteShape(Site(layer, kind), vectors, width, n.block, n.scope == "token")
+            for layer in (0, 1)
+            for kind, vectors in ((Kind.EXPERTS_IN, 1), (Kind.EXPERTS_MID, 3))
+        )
+        layout: Any = SimpleNamespace(moe_layers=(), num_experts=4, top_k=3)
+        capture = Capture(layout, shapes, bits, 9, device)
+        capture._rows.fill_(77)
+        return capture, n
+
+    return make
 
 
 @pytest.fixture

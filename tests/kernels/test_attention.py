@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tracefp4.evaluation.bench_kernels import ATTENTION, attention_configs
+from tracefp4.evaluation.bench_prefill import prefill_configs
 from tracefp4.formats import blocks, words
 from tracefp4.formats.fused import rules
 from tracefp4.formats.numerics import get_numerics
@@ -52,7 +54,8 @@ def attention(q, k, v, scaling, window=None, sinks=None, before=0):
     group = q.shape[1] // k.shape[0]
     k, v = k.double().repeat_interleave(group, 0), v.double().repeat_interleave(group, 0)
     logits = torch.einsum("shd,htd->hst", q.double(), k) * scaling
-    distance = torch.arange(before, before + q.shape[0])[:, None] - torch.arange(k.shape[1])
+    query, token = (torch.arange(n, device=q.device) for n in (q.shape[0], k.shape[1]))
+    distance = before + query[:, None] - token
     hidden = (distance < 0) | (distance >= (window or 1 << 30))
     logits = logits.masked_fill(hidden, float("-inf"))
     if sinks is not None:
@@ -93,32 +96,53 @@ def test_every_scale_byte_is_recoded(device, same):
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", None])
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("width, queries", [(64, 6), (128, 1)])
-def test_heads_are_normed_turned_and_stored_in_one_launch(name, normed, width, queries, device, same):
-    """From the columns of a joined product: the model's own roundings, and the bits of storing them alone."""
+@pytest.mark.parametrize("norm", [None, "times", "added"])
+@pytest.mark.parametrize(
+    "width, queries, part, gated", [(64, 6, 64, False), (128, 1, 128, False), (64, 2, 32, True), (256, 5, 64, True),
+                                    (128, 4, 48, False), (64, 3, 64, True)],
+)  # fmt: skip
+def test_heads_are_normed_turned_and_stored_in_one_launch(name, norm, width, queries, part, gated, device, same):
+    """From the columns of a joined product, queries beside their gates: the bits of the eager code, step by step."""
     from tracefp4.kernels.kv_append import append, append_heads, pool_tensors
     from tracefp4.models.norms import plain_norm
     from tracefp4.models.rotary import turned
 
     made, generator = rules(numerics_of(name)) if name else None, torch.Generator().manual_seed(1)
-    x = torch.randn(6, queries + 4, width, generator=generator).bfloat16()
-    cos, sin = torch.randn(2, 6, width, generator=generator).bfloat16()
-    weights = torch.randn(2, width, generator=generator).bfloat16()
-    q, k, v = x.split((queries, 2, 2), dim=1)
-    parts = [plain_norm(part, w, 1e-6) if normed else part for part, w in zip((q, k), weights, strict=True)]
-    q_expected, k_expected = (turned(part, cos[:, None], sin[:, None]) for part in parts)
+    # Squares of these add up exactly, so that the order does not matter: whole numbers up to 2^16, some zero.
+    x = torch.randint(-255, 256, (6, queries * (1 + gated) + 4, width), generator=generator).bfloat16().to(device)
+    x[0, -4] = 0.0
+    cos, sin = torch.randn(2, 6, part, generator=generator).bfloat16().to(device)
+    weights = torch.randn(2, width, generator=generator).bfloat16().to(device)
+    q, k, v = x.split((queries * (1 + gated), 2, 2), dim=1)
+    if gated:
+        q = q.unflatten(1, (queries, -1)).flatten(2)[..., :width]
+        assert q.stride(1) == 2 * width
+    parts = [plain_norm(p, w, 1e-6, added=norm == "added") if norm else p for p, w in zip((q, k), weights, strict=True)]
+    q_expected, k_expected = (turned(p, cos[:, None], sin[:, None]) for p in parts)
     slots = torch.tensor([3, 0, 7, 1, 6, 2], device=device)
     pools = [pool_tensors(8, 2, width, made, device) for _ in range(2)]
-    append(k_expected.to(device), v.to(device), pools[0], made, slots)
-    on = x.to(device)
-    found = append_heads(
-        *on.split((queries, 2, 2), dim=1), pools[1], made, slots, (cos.to(device), sin.to(device)),
-        (*weights.to(device), 1e-6) if normed else None,
-    )  # fmt: skip
-    assert same(found.cpu(), q_expected)
+    append(k_expected, v, pools[0], made, slots)
+    norms = (*weights, 1e-6, norm == "added") if norm else None
+    assert same(append_heads(q, k, v, pools[1], made, slots, (cos, sin), norms), q_expected)
     assert same(pools[1].codes, pools[0].codes)
     assert name is None or same(pools[1].scales, pools[0].scales)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_norm_differs_from_the_eager_one_by_the_order_of_its_sum_alone(added, device):
+    """One value of some ten thousand rounds the other way."""
+    from tracefp4.kernels.kv_append import append_heads, pool_tensors
+    from tracefp4.models.norms import plain_norm
+
+    x = torch.randn(256, 6, 64, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    weights = torch.randn(2, 64, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
+    still = torch.ones_like(x[:1, 0]), torch.zeros_like(x[:1, 0])
+    kv, slots, norms = pool_tensors(256, 1, 64, None, device), torch.arange(256, device=device), (*weights, 1e-6, added)
+    found = append_heads(x[:, :4], x[:, 4:5], x[:, 5:], kv, None, slots, still, norms)
+    expected = [plain_norm(p, w, 1e-6, added=added) for p, w in zip((x[:, :4], x[:, 4:5]), weights, strict=True)]
+    found, expected = torch.cat([found, kv.codes[:, None, :64]], dim=1).float(), torch.cat(expected, dim=1).float()
+    assert (found != expected).float().mean() < 2e-4
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0.0)
 
 
 def test_one_angle_turns_all_tokens(device, same):
@@ -193,6 +217,34 @@ def test_every_configuration_of_the_benchmark(name, width, group, config, device
     for i, length in enumerate(lengths):
         expected = attention(q[i : i + 1], k[:, :length], v[:, :length], width**-0.5, before=length - 1)
         assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+
+
+@pytest.mark.parametrize(
+    "name, width, group",
+    [
+        ("mxfp4-ceil", 128, 8),
+        pytest.param("mxfp4-ceil", 128, 5, marks=[] if GPU else [pytest.mark.slow]),
+        pytest.param("nvfp4-te", 64, 4, marks=[] if GPU else [pytest.mark.slow]),
+    ],
+)
+def test_a_limit_on_registers_changes_no_bit(name, width, group, device, same, monkeypatch):
+    """Heads of 128 in MXFP4 are limited by default, others where the benchmark tries it; 255 is all that there are."""
+    from tracefp4.kernels import attention_decode
+
+    tokens, heads, options = (2125, 2, {}) if device.type == "cuda" else (43, 1, {"span": 32, "rows": 16})
+    kv, table, *_ = filled(name, device, tokens=tokens, heads=heads, width=width)
+    lengths = torch.tensor([tokens, 17, 1, tokens // 2][: 2 * heads], device=device)
+    q = torch.randn(len(lengths), heads * group, width, generator=torch.Generator().manual_seed(5))
+    q, pages = q.bfloat16().to(device), table.expand(len(lengths), -1).contiguous().to(device)
+    limits, own = [], attention_decode._split.run
+    monkeypatch.setattr(attention_decode._split, "run", lambda *a, **k: limits.append(k["maxnreg"]) or own(*a, **k))
+    wanted = [255, None, *sorted({config["registers"] for config in attention_configs() if "registers" in config})]
+    found = [
+        attention_decode.decode_attention(q, kv, pages, lengths, width**-0.5, registers=registers, **options)
+        for registers in wanted
+    ]
+    assert limits == [255, 128 if name == "mxfp4-ceil" else None, *wanted[2:]] and len(limits) > 2
+    assert all(same(one, found[0]) for one in found[1:]) and found[0].isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", None])
@@ -289,6 +341,44 @@ def test_one_split_is_finished_where_it_is_made(name, with_sinks, window, device
     assert launches and torch.equal(short, long)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("width, together", [(64, 16), (128, 32)])
+def test_many_splits_are_added_up(width, together, with_sinks, device):
+    """More than are loaded at once; of one head the first of those have no token, of another all but one."""
+    from tracefp4.kernels.attention_decode import _combine
+
+    heads, splits, generator = 3, 2 * together + 5, torch.Generator().manual_seed(7)
+    part = torch.randn(heads, splits, width, generator=generator)
+    top, total = torch.randn(heads, splits, generator=generator), torch.rand(heads, splits, generator=generator) + 1
+    live = torch.ones(heads, splits, dtype=torch.bool)
+    live[1, : together + 3], live[2, 1:] = False, False
+    top[~live], part[~live] = float("-inf"), float("nan")
+    sinks = torch.tensor([0.5, -1.0, 2.0]).bfloat16()
+    out = torch.full((heads, width), float("nan"), dtype=torch.bfloat16, device=device)
+    _combine[(heads,)](
+        part.to(device), top.to(device), total.to(device), sinks.to(device), out, splits, heads, 0.75,
+        D=width, SINKS=with_sinks, TOGETHER=together, num_warps=width * together // 1024,
+    )  # fmt: skip
+    weight = torch.where(live, 2.0 ** top.double(), 0.0)
+    sums = (weight * total).sum(1) + (2.0 ** (sinks.double() / math.log(2)) if with_sinks else 0.0)
+    expected = 0.75 * (weight[..., None] * part.nan_to_num().double()).sum(1) / sums[:, None]
+    assert ((out.cpu().double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    "batch, slots, span",
+    [(1, 8192, 64), (1, 32768, 128), (1, 131072, 256), (2, 16384, 64), (8, 65536, 256), (16, 131072, 512),
+     (64, 524288, 1024)],
+)  # fmt: skip
+def test_small_pools_are_cut_into_short_splits(batch, slots, span):
+    """About a thousand programs of a full pool of four heads, and splits as measured from 16 sequences on."""
+    from tracefp4.kernels.attention_decode import PagedKV, split_for
+
+    codes = torch.empty(slots, 4 * 2 * 32, dtype=torch.int16, device="meta")
+    scales = torch.empty(slots, 4 * 2 * 8, dtype=torch.uint8, device="meta")
+    assert split_for(batch, PagedKV(codes, scales, 4, 128)) == span
+
+
 def test_a_sequence_does_not_depend_on_its_batch(device):
     from tracefp4.kernels.attention_decode import decode_attention
 
@@ -331,3 +421,53 @@ def test_prefill_attention(name, width, queries, window, device):
     assert (found[:queries].cpu().double() - expected).abs().max() < 0.02
     expected = attention(q[queries:], k[:, other], v[:, other], width**-0.5, window, sinks, 6)
     assert (found[queries:].cpu().double() - expected).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("width", [128, 256])
+def test_prefill_attention_over_bfloat16_wider_heads(width, device):
+    check_chunk(None, width, heads=1, group=4, before=9, queries=8, device=device)
+
+
+LONG = [(1000, 300), (32768 + 5, 300), (0, 515)]
+"""Tokens before a chunk, and those of it."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("before, queries", LONG)
+@pytest.mark.parametrize("width, heads, group", [(64, 2, 8), (128, 1, 8), (256, 1, 8), (128, 2, 3)])
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", "sglang-kv-mx", None])
+def test_a_long_chunk_over_a_long_context(name, width, heads, group, before, queries):
+    check_chunk(name, width, heads=heads, group=group, before=before, queries=queries, device=torch.device("cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="no CUDA device")
+@pytest.mark.parametrize("config", prefill_configs(), ids=str)
+@pytest.mark.parametrize("shape", ATTENTION)
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ceil", None])
+def test_every_tile_of_prefill_that_the_benchmark_times(name, shape, config):
+    heads, kv_heads, width = ATTENTION[shape]
+    where = {"before": 1000, "queries": 300, "device": torch.device("cuda")}
+    check_chunk(name, width, heads=1, group=heads // kv_heads, **where, **config)
+
+
+def check_chunk(name, width, *, heads, group, before, queries, device, **options):
+    """A chunk of one sequence beside a short one, against float64."""
+    from tracefp4.kernels.attention_prefill import prefill_attention
+
+    tokens, short = before + queries, min(5, queries)
+    kv, _, slots, k, v = filled(name, device, tokens=tokens, heads=heads, width=width)
+    generator = torch.Generator().manual_seed(5)
+    q = torch.randn(queries + short, heads * group, width, generator=generator).bfloat16()
+    # The second sequence is the first tokens of the first, all of them new.
+    packed = torch.cat([slots, slots[:short]]).to(device)
+    table = torch.tensor([[0, queries, 0, tokens], [queries, short, tokens, short]], device=device)
+    if device.type == "cpu":
+        options = {"rows": 32, "columns": 16}
+    q, k, v = (x.to(device) for x in (q, stands_for(k, name), stands_for(v, name)))
+    found = prefill_attention(q, kv, packed, table, queries, width**-0.5, **options).double()
+    expected = attention(q[:queries], k, v, width**-0.5, before=before)
+    assert (found[:queries] - expected).abs().max() < 0.02
+    expected = attention(q[queries:], k[:, :short], v[:, :short], width**-0.5)
+    assert (found[queries:] - expected).abs().max() < 0.02

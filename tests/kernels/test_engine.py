@@ -14,10 +14,12 @@ from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.frame import decode
 from tracefp4.guidance.memory_store import MemoryStore
 from tracefp4.guidance.plan import Plan
-from tracefp4.models import packing, repeated
+from tracefp4.models import norms, packing, repeated
 from tracefp4.models.experts import experts_forward
+from tracefp4.models.key_basis import KeyBasis, random_signs, set_basis
 from tracefp4.models.layout import describe
 from tracefp4.models.packing import Digest, model_digest
+from tracefp4.models.tiny import tiny_model
 from tracefp4.rollout import sync
 from tracefp4.rollout.embedded import EmbeddedEngine
 
@@ -48,9 +50,12 @@ def build(device, spec, compile_decode=False, residual=0.0, **model_options):
 QUICK = [] if torch.cuda.is_available() else [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+SLOWER = ("nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4", "mxfp4-w4a8-kv4", "mxfp4-w4a16-kv4")
+
+
 @pytest.mark.parametrize(
     "name",
-    ["bf16", *(pytest.param(name, marks=QUICK) for name in ("nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4", "mxfp4-w4a8-kv4"))],
+    ["bf16", *(pytest.param(name, marks=QUICK) for name in SLOWER)],
 )
 def test_engine_with_and_without_kernels(name, device, monkeypatch):
     request = Request("a", tuple(range(3, 22)), 1, SamplingParams(max_new_tokens=3, seed=1, temperature=0.0))
@@ -63,7 +68,8 @@ def test_engine_with_and_without_kernels(name, device, monkeypatch):
     without = plain.generate([request])[0]
     assert with_kernels.response_ids[0] == without.response_ids[0]
     assert abs(with_kernels.logprobs[0] - without.logprobs[0]) < 0.1
-    if name == "bf16":
+    assert (with_kernels.guidance is None) == (get_spec(name).activations is None)
+    if with_kernels.guidance is None:
         return
     found, expected = decode(store.get(with_kernels.guidance)), decode(plain_store.get(without.guidance))
     assert found.valid.all() and expected.valid.all()
@@ -125,41 +131,120 @@ def test_a_plain_router_is_replaced_by_the_kernel(compiled, device, monkeypatch)
 
 
 def test_other_routers_run_their_own_code(device):
-    from tracefp4.models.tiny import tiny_model
-
     model = tiny_model("gpt_oss", dtype=torch.bfloat16)
     engine = EmbeddedEngine(model, None, get_spec("bf16"), device=device, max_tokens=64, max_batch=2, prefill_chunk=16)
     assert not any("forward" in vars(router) for router in routers_of(engine))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_compiled_steps_store_and_turn_heads_in_one_launch(family, device, monkeypatch):
-    """Norms, rotary embedding and storing: one launch a layer and step, with the roundings of the model's own code."""
-    from tracefp4.kernels import kv_append
-    from tracefp4.models.tiny import tiny_model
+def kernel_norm(module, keys):
+    """The norm of queries or keys with its squares added up in the order of the kernel, and nothing turned."""
+    from tracefp4.kernels.kv_append import append_heads, pool_tensors
 
-    launches = []
+    form = norms.form_of(module)
+
+    def forward(x):
+        rows, (heads, width) = x.flatten(0, 1), x.shape[2:]
+        still = torch.ones_like(rows[:1, 0]), torch.zeros_like(rows[:1, 0])
+        pool, slots = pool_tensors(len(rows), heads, width, None, x.device), torch.arange(len(rows), device=x.device)
+        q = append_heads(rows, rows, rows, pool, None, slots, still, (module.weight, module.weight, *form))
+        return (pool.codes.unflatten(1, (heads, 2, width))[:, :, 0] if keys else q).reshape(x.shape)
+
+    return forward
+
+
+def gated(part, *others):
+    """Options of a model with gated queries whose heads of 64 values are turned in ``part``."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": part / 64}
+    layers = [*others, "full_attention"]
+    return {"layer_types": layers, "num_hidden_layers": len(layers), "rope_parameters": rope}
+
+
+HEADS = {
+    "plain": ("mixtral", {"num_hidden_layers": 2}), "window": ("mixtral", {"sliding_window": 3}),
+    "normed": ("qwen3_moe", {}), "partial": ("glm4_moe", {"first_k_dense_replace": 0}),
+    "gated": ("qwen3_5_moe", gated(16)), "gated, half": ("qwen3_next", gated(32, "linear_attention")),
+    "sinks": ("gpt_oss", {}), "basis": ("qwen3_moe", {}),
+}  # fmt: skip
+"""Family and options of models that differ between their projections and their attention."""
+OWN = {"sinks", "basis"}
+"""Those whose modules keep their own forward."""
+
+
+@pytest.fixture
+def heads_of_engines(device, monkeypatch):
+    """Builds an engine of one of ``HEADS`` and generates, with everything that stores K and V counted."""
+    from tracefp4.kernels import kv_append
+
+    launches, more = [], 8 if device.type == "cuda" else 1  # an interpreter takes a while
     for name in ("append", "append_heads"):
         own = getattr(kv_append, name)
         monkeypatch.setattr(kv_append, name, lambda *a, own=own, name=name: launches.append(name) or own(*a))
 
-    def generate(compiled):
+    def generate(case, spec="bf16", own=False, compiled=False):
         torch._dynamo.reset()
-        sizes = {"head_dim": 64, "num_hidden_layers": 2, "seed": 3}
+        (family, options), store = HEADS[case], MemoryStore()
+        sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 1}
+        model = tiny_model(family, dtype=torch.bfloat16, seed=3, **(sizes | options))
+        attentions = [model.get_submodule(path) for path in describe(model).attentions.values()]
+        generator = torch.Generator().manual_seed(2)
+        for module in attentions:
+            for norm in (n for n in (getattr(module, "q_norm", None), getattr(module, "k_norm", None)) if n):
+                norm.weight.data += (0.3 * torch.randn(64, generator=generator)).bfloat16()
+            if case == "basis":
+                set_basis(module, KeyBasis(None, random_signs(64).to(device)))
         engine = EmbeddedEngine(
-            tiny_model(family, dtype=torch.bfloat16, **sizes), None, get_spec("bf16"), device=device, max_tokens=64,
-            page_size=4, max_batch=4, compile_decode=compiled, cuda_graphs=False, overlap=False,
+            model, None, get_spec(spec), None if spec == "bf16" else Plan.parse("r4-all"), store, device=device,
+            max_tokens=64 * more, page_size=4, max_batch=4, prefill_chunk=4 * more, compile_decode=compiled,
+            cuda_graphs=False, overlap=False,
         )  # fmt: skip
+        assert engine.pool.for_kernels
+        assert all(("forward" in vars(module)) == (case not in OWN) for module in attentions)
+        if own:
+            monkeypatch.setattr("tracefp4.rollout.sites._Attention.takes_heads", lambda _: False)
+            for module in attentions if case not in OWN and hasattr(attentions[0], "q_norm") else ():
+                module.q_norm.forward = kernel_norm(module.q_norm, False)
+                module.k_norm.forward = kernel_norm(module.k_norm, True)
+        requests = [
+            Request(name, tuple(range(3, 3 + length)), samples, SamplingParams(0.0, max_new_tokens=2 + more, seed=1))
+            for name, length, samples in (("a", 6 * more, 2), ("b", 3 * more, 1))
+        ]
         launches.clear()
-        return engine.generate([Request("a", tuple(range(3, 9)), 2, SamplingParams(max_new_tokens=4, seed=1))])
+        found = sorted(engine.generate(requests), key=lambda r: (r.request_id, r.sample))
+        return found, [None if r.guidance is None else decode(store.get(r.guidance)) for r in found], list(launches)
 
-    expected = generate(False)
-    assert set(launches) == {"append"}
-    found = generate("eager")
-    assert launches == ["append"] * 2 + ["append_heads"] * 6  # a prefill, then three steps
-    for one, other in zip(expected, found, strict=True):
-        assert one.response_ids == other.response_ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-2)
+    return generate
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=[] if case in ("normed", "gated") else QUICK) for case in HEADS
+])  # fmt: skip
+@pytest.mark.parametrize("spec", ["nvfp4-kv4", pytest.param("bf16", marks=QUICK)])
+def test_heads_of_one_launch_are_those_of_the_model_bit_for_bit(case, spec, heads_of_engines):
+    """Uncompiled steps and prefills in pieces behind earlier context: tokens, log-probs and codes."""
+    found, records, launches = heads_of_engines(case, spec)
+    expected, others, plain = heads_of_engines(case, spec, own=True)
+    assert "append" in plain and (case in OWN or set(launches) == {"append_heads"})
+    assert case not in OWN or launches == plain
+    for one, other, record, same in zip(found, expected, records, others, strict=True):
+        assert one.response_ids == other.response_ids and one.logprobs == other.logprobs
+        if spec != "bf16":
+            assert record.valid.all() and record.sites.keys() == same.sites.keys() and record.sites
+            for site, part in same.sites.items():
+                assert torch.equal(record.sites[site].planes, part.planes)
+                assert torch.equal(record.sites[site].scales, part.scales)
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, marks=[] if case == "gated" else QUICK) for case in HEADS if case not in OWN
+])  # fmt: skip
+def test_compiled_steps_store_and_turn_heads_in_one_launch(case, heads_of_engines):
+    """With the roundings of the model's own code; only products of Q, K and V are joined."""
+    expected, _, launches = heads_of_engines(case)
+    found, _, others = heads_of_engines(case, compiled="eager")
+    assert set(launches) == {"append_heads"} and others == launches
+    for one, other in zip(expected, found, strict=True):  # a prefill's token, and that of a compiled step
+        assert one.response_ids[:2] == other.response_ids[:2]
+        assert one.logprobs[:2] == pytest.approx(other.logprobs[:2], abs=2e-2)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tracefp4.errors import FormatError
+from tracefp4.evaluation.bench_experts import EXPERTS, expert_configs
 from tracefp4.formats import e2m1, words
 from tracefp4.formats.blocks import quantize
 from tracefp4.formats.spec import get_spec
@@ -20,24 +21,69 @@ from tracefp4.models.packing import pack_weight
 GPU = torch.cuda.is_available()
 
 
-def gpu_configs():
-    """Every tile that a launch chooses or that the bench compares, and some more."""
+INNER = 256
+"""Columns that all of the tiles divide."""
+ARMS = {
+    "nvfp4-w4a4": "fp4 nvfp4 w4a4", "mxfp4-w4a4-kv4": "fp4 mxfp4 w4a4", "nvfp4-w4a16": "fp4 nvfp4 w4a16", "bf16": "bf16"
+}  # fmt: skip
+"""What the bench calls these specs."""
+
+
+def gpu_tiles(spec, terms=1):
+    """Every tile that a launch chooses or that the bench compares, and some more: configurations with heights."""
+    return sorted(more_tiles(terms) | chosen_tiles(spec, terms) | (timed_tiles(spec) if terms == 1 else set()), key=str)
+
+
+def timed_tiles(spec):
+    """Those of the bench, which times one term: any height, for batches below and above its line at four tokens."""
+    return {
+        (config, rows)
+        for rows in (8, 16, 32, 64, 128)
+        for batch in (1, 64)
+        for config in expert_configs(ARMS[spec], batch, rows, INNER)
+    }
+
+
+def chosen_tiles(spec, terms):
+    """The defaults of all sizes of the bench, for routes of few and of many tiles."""
+    from tracefp4.kernels.experts import ExpertWeight, default_config
+
+    scales, found = None if spec == "bf16" else torch.empty(0), set()
+    sizes = [size for _, _, hidden, inter in EXPERTS.values() for size in ((2 * inter, hidden), (hidden, inter))]
+    for out, inner in sizes:
+        weight = ExpertWeight(torch.empty(0), scales, None, out, inner, spec.startswith("mxfp4"))
+        for rows in (8, 16, 32, 64, 128)[: 6 - terms]:
+            for most in (1, 8, 24, 64, 128, 264, 1056, 4000):
+                found.add((default_config(weight, SimpleNamespace(most=most, rows=rows), terms), rows))
+    return found
+
+
+def more_tiles(terms):
+    """Around them. Long ones belong to programs of several warps, and two terms of the longest fit nowhere."""
     from tracefp4.kernels.experts import Config
 
     single = [(columns, unroll, 1, stages) for columns in (16, 32, 64) for unroll in (1, 2, 4) for stages in (2, 3, 4)]
     several = [(16, 2, 1, 6), (32, 2, 1, 6), (32, 2, 1, 8), (32, 1, 1, 10), (64, 2, 1, 6), (64, 1, 1, 3, 80)]
-    several += [(64, 1, 1, 3, 96), (128, 1, 1, 4), (128, 1, 2, 3), (128, 1, 2, 4), (64, 1, 2, 4)]
+    several += [(64, 1, 1, 3, 96), (128, 1, 1, 4), (128, 1, 2, 3), (128, 1, 2, 4), (64, 1, 2, 4), (256, 1, 4, 3)]
     groups = [(64, unroll, 4, stages) for unroll in (1, 2) for stages in (3, 4)]
-    groups += [(128, 1, 4, 3), (128, 1, 4, 4), (128, 2, 4, 3), (128, 1, 8, 3), (256, 1, 4, 3)]
+    groups += [(128, 1, 4, 3), (128, 1, 4, 4), (128, 2, 4, 3), (128, 1, 8, 3)]
     groups += [(64, 1, 4, 6), (64, 1, 4, 8), (128, 1, 4, 6)]
-    return [Config(*size) for size in (*single, *several, *groups)]
+    short = {(Config(*size), rows) for size in (*single, *several) for rows in (8, 16, 32)}
+    return short | {(Config(*size), rows) for size in groups for rows in (8, 16, 32, 64, 128)[: 6 - terms]}
 
 
-def tile_heights(config, terms=1):
-    """Rows of a tile; long ones belong to programs of several warps, and two terms of the longest fit nowhere."""
-    if config.warps < 4 or config.columns > 128:
-        return (8, 16, 32) if GPU else (8,)
-    return (8, 16, 32, 64, 128)[: 6 - terms] if GPU else (8,)
+@pytest.mark.parametrize("terms", [1, 2])
+@pytest.mark.parametrize("spec", ARMS)
+def test_tiles_of_the_device_are_those_that_are_chosen_and_timed(spec, terms):
+    """The list itself, which no test without a GPU walks over."""
+    from tracefp4.kernels.experts import Config
+
+    tiles = gpu_tiles(spec, terms)
+    assert len(set(tiles)) == len(tiles) < 220
+    assert all(INNER % (64 * config.unroll) == 0 and rows <= (128 if terms == 1 else 64) for config, rows in tiles)
+    if spec != "bf16" and terms == 1:
+        limited, wide, pair = Config(128, 1, 4, 3, 128), Config(256, 1, 4, 3), Config(128, 1, 2, 3)
+        assert {(config, rows) for config in (limited, wide, pair) for rows in (32, 64, 128)} <= set(tiles)
 
 
 def ids(tokens, top_k, experts, seed=0):
@@ -90,14 +136,14 @@ def test_tiles_of_uneven_experts(device):
         assert all(last - first == 8 for first, last in mine[:-1])
 
 
-@pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4", "nvfp4-w4a16", "bf16"])
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4", "nvfp4-w4a16", "mxfp4-w4a16", "bf16"])
 @pytest.mark.parametrize("per_token, terms", [(True, 1), (False, 1), (True, 2)])
 def test_grouped_linear(spec, per_token, terms, device):
     from tracefp4.kernels.experts import Config, ExpertWeight, grouped_linear
     from tracefp4.kernels.routing import route
 
     numerics, generator = get_spec(spec), torch.Generator().manual_seed(1)
-    tokens, top_k, experts, out, inner = 7, 2, 4, 48, 256 if GPU else 128
+    tokens, top_k, experts, out, inner = 7, 2, 4, 48, INNER if GPU else 128
     chosen = ids(tokens, top_k, experts)
     weight = torch.randn(experts, out, inner, generator=generator).bfloat16()
     x = torch.randn(tokens if per_token else tokens * top_k, inner, generator=generator).bfloat16()
@@ -118,19 +164,18 @@ def test_grouped_linear(spec, per_token, terms, device):
         packed.codes, packed.scales = packed.codes.to(device), packed.scales.to(device)
         packed.global_scale = None if packed.global_scale is None else packed.global_scale.to(device)
         kernel_weight = arrange(packed)
-    for config in gpu_configs() if GPU else [Config(64, 1, 1, 2), Config(16, 2, 4, 2)]:
-        for rows in tile_heights(config, terms):
-            found = grouped_linear(
-                values.to(device), None if x_scale is None else x_scale.to(device), kernel_weight,
-                route(chosen.to(device), experts, rows), per_token=per_token, bias=bias.to(device), config=config,
-                dtype=torch.float32, second=None if second is None else second.to(device),
-            ).cpu()  # fmt: skip
-            whole = values.double() if second is None else values.double() + second.double()
-            scaled = whole if x_scale is None else whole * x_scale.double()
-            for pair, expert in enumerate(chosen.flatten().tolist()):
-                row = scaled[pair // top_k if per_token else pair]
-                expected = exact[expert] @ row + bias[expert].double()
-                assert (found[pair].double() - expected).abs().max() < 1e-4
+    whole = values.double() if second is None else values.double() + second.double()
+    scaled = whole if x_scale is None else whole * x_scale.double()
+    rows_of = scaled.repeat_interleave(top_k, 0) if per_token else scaled
+    flat = chosen.flatten()
+    expected = torch.einsum("pk,pnk->pn", rows_of, exact[flat]) + bias[flat].double()
+    for config, rows in gpu_tiles(spec, terms) if GPU else [(Config(64, 1, 1, 2), 8), (Config(16, 2, 4, 2), 8)]:
+        found = grouped_linear(
+            values.to(device), None if x_scale is None else x_scale.to(device), kernel_weight,
+            route(chosen.to(device), experts, rows), per_token=per_token, bias=bias.to(device), config=config,
+            dtype=torch.float32, second=None if second is None else second.to(device),
+        ).cpu()  # fmt: skip
+        assert (found.double() - expected).abs().max() < 1e-4, (config, rows)
 
 
 def test_scales_that_products_cannot_take_are_refused():
@@ -158,17 +203,19 @@ def test_no_tile_changes_a_bit(terms, device, same):
     packed.global_scale = packed.global_scale.to(device)
     x = torch.randn(6, inner, generator=generator).bfloat16().to(device)
     second = torch.randn(6, inner, generator=generator).bfloat16().to(device) if terms == 2 else None
-    chosen, configs = ids(6, 2, experts).to(device), gpu_configs() if GPU else [Config(16, 1, 1, 2)]
-    for arranged in (arrange(packed), ExpertWeight(weight.to(device), None, None, out, inner)):
+    chosen, plain = ids(6, 2, experts).to(device), ExpertWeight(weight.to(device), None, None, out, inner)
+    for spec, arranged in (("nvfp4-w4a4", arrange(packed)), ("bf16", plain)):
         first = None
-        for config in (Config(64, 1, 1, 2), *configs):
-            for rows in tile_heights(config, terms):
-                found = grouped_linear(
-                    x, None, arranged, route(chosen, experts, rows), per_token=True, dtype=torch.float32,
-                    second=second, config=config,
-                )  # fmt: skip
-                first = found if first is None else first
-                assert same(found, first) if GPU else torch.allclose(found, first, rtol=1e-5, atol=1e-4), (config, rows)
+        for config, rows in (
+            (Config(64, 1, 1, 2), 8),
+            *(gpu_tiles(spec, terms) if GPU else [(Config(16, 1, 1, 2), 8)]),
+        ):
+            found = grouped_linear(
+                x, None, arranged, route(chosen, experts, rows), per_token=True, dtype=torch.float32, second=second,
+                config=config,
+            )  # fmt: skip
+            first = found if first is None else first
+            assert same(found, first) if GPU else torch.allclose(found, first, rtol=1e-5, atol=1e-4), (config, rows)
 
 
 def test_weighted_sum(device, same):

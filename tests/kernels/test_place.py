@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from tracefp4.core import Kind, Site, SiteShape
-from tracefp4.formats.numerics import get_numerics
+from tracefp4.core import Kind, Site
 from tracefp4.guidance.rounding import round_gated, round_nearest
-from tracefp4.rollout.capture import Capture
-
-LAYOUT = SimpleNamespace(moe_layers=(), num_experts=4, top_k=3)
-SLOTS = 9
-
-
-def capture_of(name, width, bits, device):
-    n = get_numerics(name)
-    shapes = tuple(
-        SiteShape(Site(layer, kind), vectors, width, n.block, n.scope == "token")
-        for layer in (0, 1)
-        for kind, vectors in ((Kind.EXPERTS_IN, 1), (Kind.EXPERTS_MID, 3))
-    )
-    capture = Capture(LAYOUT, shapes, bits, SLOTS, device)
-    capture._rows.fill_(77)
-    return capture, n
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -33,7 +14,7 @@ def capture_of(name, width, bits, device):
 @pytest.mark.parametrize(
     "name, width", [("nvfp4-te", 96), ("nvfp4-modelopt", 32), ("mxfp4-ceil", 96), ("mxfp4-ceil", 2080), ("mxfp8", 96)]
 )
-def test_bytes_of_a_place(name, width, bits, gated, device, make_values, same, monkeypatch):
+def test_bytes_of_a_place(name, width, bits, gated, device, make_values, capture_of, same):
     slots = torch.tensor([7, 0, 8, 3], device=device)
     tickets = torch.tensor([1, 2**31 - 1, 0x01020304, 5], dtype=torch.int32, device=device)
     found, n = capture_of(name, width, bits, device)
@@ -52,14 +33,14 @@ def test_bytes_of_a_place(name, width, bits, gated, device, make_values, same, m
     assert (found._rows[[1, 2, 4, 5, 6]] == 77).all() and not (found._rows[slots] == 77).all()
 
 
-def test_without_a_kernel_nothing_is_recorded_on_the_way(make_values):
+def test_without_a_kernel_nothing_is_recorded_on_the_way(make_values, capture_of):
     capture, n = capture_of("nvfp4-te", 32, 2, torch.device("cpu"))
     slots, tickets = torch.tensor([4]), torch.ones(1, dtype=torch.int32)
     q = round_nearest(make_values(1, 32), n, 2, place=capture.place(Site(0, Kind.EXPERTS_IN), slots, tickets))
     assert q.planes is not None and (capture._rows == 77).all()
 
 
-def test_a_site_that_the_plan_leaves_out_has_no_place():
+def test_a_site_that_the_plan_leaves_out_has_no_place(capture_of):
     capture, _ = capture_of("nvfp4-te", 32, 2, torch.device("cpu"))
     slots, tickets = torch.tensor([4]), torch.ones(1, dtype=torch.int32)
     assert capture.place(Site(5, Kind.EXPERTS_IN), slots, tickets) is None

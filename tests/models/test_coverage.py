@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tracefp4.errors import CoverageError
-from tracefp4.formats.spec import get_spec
+from tracefp4.formats.spec import SPECS, get_spec
 from tracefp4.models.binding import bind
 from tracefp4.models.coverage import compare, coverage, probe, render
 from tracefp4.models.tiny import FAMILIES
@@ -36,7 +36,7 @@ def test_table_is_complete(make, tokens, family):
     compare(table, coverage(model, get_spec(SPEC)))
 
 
-@pytest.mark.parametrize("spec", ["bf16", "nvfp4-kv4", "nvfp4-w4a16", "mxfp4-w4a8-kv4", "mxfp4-w4a4-kv4"])
+@pytest.mark.parametrize("spec", SPECS)
 def test_specs(make, tokens, spec):
     model, sites, _ = make("qwen3_moe", spec, torch.bfloat16)
     bind(model, sites)

@@ -161,6 +161,39 @@ def test_router_that_no_rule_explains_is_refused(make):
         bind(model, sites)
 
 
+def test_a_bias_that_the_block_hands_over_moves_the_choice_alone(make):
+    """MiniMax-M2 and others: the rule is found, and a kernel that knows no bias must not choose."""
+    model, _, layout = make("qwen3_moe")
+    router = model.get_submodule(layout.routers[0])
+
+    class Handed(type(router)):
+        def forward(self, hidden_states, correction_bias):
+            logits = hidden_states @ self.weight.t()
+            p = logits.float().softmax(-1)
+            indices = (p + correction_bias).topk(self.top_k, -1)[1]
+            p = p.gather(-1, indices)
+            return logits, (p / p.sum(-1, keepdim=True)).to(logits.dtype), indices
+
+    router.__class__ = Handed
+    assert routing.probe_rule(router, "gate") is routing.softmax_renormalised
+    assert routing.plain_choice(router, "gate", routing.softmax_renormalised) is None
+
+
+def test_a_router_that_wants_more_than_hidden_states_is_refused(make):
+    model, sites, layout = make("mixtral")
+    router = model.get_submodule(layout.routers[0])
+
+    class Wants(type(router)):
+        def forward(self, hidden_states, token_ids):
+            return super().forward(hidden_states)
+
+    router.__class__ = Wants
+    with pytest.raises(
+        ModelError, match=r"router model\.layers\.0\.mlp\.gate \(Wants\) cannot be tried out .*token_ids"
+    ):
+        bind(model, sites)
+
+
 def test_replayed_routes_of_another_batch_are_refused(make, tokens):
     model, sites, _ = make("mixtral")
     bind(model, sites)

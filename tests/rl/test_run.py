@@ -612,7 +612,7 @@ def test_a_kl_weight_changes_the_gradient(make_run: MakeRun) -> None:
 # Specs ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("spec", ["mxfp4-w4a8-kv4", "mxfp4-w4a4-kv4", "nvfp4-w4a4", "nvfp4-kv4"])
+@pytest.mark.parametrize("spec", ["mxfp4-w4a8-kv4", "mxfp4-w4a4-kv4", "mxfp4-w4a16-kv4", "nvfp4-w4a4", "nvfp4-kv4"])
 def test_other_specs_train_with_the_sites_they_have(make_run: MakeRun, spec: str) -> None:
     run = make_run(f"spec={spec}", "steps=2", "eval.items=0")
     said: list[str] = []
@@ -620,6 +620,7 @@ def test_other_specs_train_with_the_sites_they_have(make_run: MakeRun, spec: str
     expected = {
         "mxfp4-w4a8-kv4": {Kind.K, Kind.V, Kind.EXPERTS_IN, Kind.EXPERTS_MID},
         "mxfp4-w4a4-kv4": {Kind.K, Kind.V, Kind.EXPERTS_IN, Kind.EXPERTS_MID},
+        "mxfp4-w4a16-kv4": {Kind.K, Kind.V},
         "nvfp4-w4a4": {Kind.EXPERTS_IN, Kind.EXPERTS_MID},
         "nvfp4-kv4": {Kind.K, Kind.V},
     }

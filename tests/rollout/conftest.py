@@ -25,6 +25,13 @@ from tracefp4.models.tiny import tiny_model
 from tracefp4.rollout.embedded import EmbeddedEngine
 
 FP4 = "nvfp4-w4a4-kv4"
+KERNEL_SIZES: dict[str, dict[str, int]] = {
+    "gpt_oss": {"head_dim": 64, "intermediate_size": 128},
+    "mixtral": {"head_dim": 64, "intermediate_size": 128},
+    "olmoe": {"hidden_size": 128, "intermediate_size": 64},
+    "deepseek_v3": {"moe_intermediate_size": 128},
+}
+"""Those families whose sizes have other names than most."""
 
 
 @dataclass
@@ -192,3 +199,18 @@ def request(name: str, length: int, samples: int = 1, **sampling: Any) -> Reques
 @pytest.fixture
 def make_request() -> Callable[..., Request]:
     return request
+
+
+@pytest.fixture
+def kernel_sizes() -> Callable[[str], dict[str, int]]:
+    """Options of a tiny model that kernels take, in bfloat16: heads of 64, and experts of multiples of 64.
+
+    As it is, a tiny model has heads of 32 and experts of 96, and an engine falls back on plain code, on a GPU too.
+    """
+    return lambda family: dict(KERNEL_SIZES.get(family, {"head_dim": 64, "moe_intermediate_size": 128}))
+
+
+@pytest.fixture
+def uses_kernels() -> Callable[[EmbeddedEngine], bool]:
+    """Whether attention and experts of an engine are computed by kernels."""
+    return lambda engine: engine.pool.for_kernels and engine._runner.sites.experts_by_kernel

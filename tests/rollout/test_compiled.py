@@ -184,8 +184,9 @@ def test_fused_layers_agree_up_to_rounding(make_bench, make_request):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_fused_layers_in_graphs_agree_up_to_rounding(make_bench, make_request, family):
+    """Without kernels, which float32 leaves out; with them all families stand in ``test_everything.py``."""
     requests = [make_request("a", 21, samples=3), make_request("b", 5)]
     plain = make_bench(family, device="cuda", cuda_graphs=False)
     fused = make_bench(family, device="cuda", cuda_graphs=True, compile_decode=True)

@@ -79,8 +79,7 @@ class Traffic:
                 if self.counts["finished"] % 20 == 0:
                     assert self.record(r).valid.all()
                 self.store.delete(r.guidance)
-        here = self.engine.scheduler.request_ids() | {s.request.id for s in self.engine._loop._ended}
-        self.flying = [name for name in self.flying if name in here]
+        self.flying = [name for name in self.flying if name in self.engine._active]
 
     def _check_books(self) -> None:
         """Owners of pages and of state rows are exactly those who are there."""
@@ -118,11 +117,13 @@ def held(device: torch.device) -> tuple[int, int, int]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
-def test_ten_thousand_steps_leave_nothing_behind(make_bench, device, family):
-    steps = STEPS if family == "qwen3_moe" else STEPS // 10
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    settings = {"plan": "r1-all+mid/s3", "dtype": dtype, "device": str(device), **LIMITS}
+def test_ten_thousand_steps_leave_nothing_behind(make_bench, kernel_sizes, uses_kernels, device, family):
+    steps, on_gpu = STEPS if family == "qwen3_moe" else STEPS // 10, device.type == "cuda"
+    settings = {"plan": "r1-all+mid/s3", "device": str(device), **LIMITS}
+    if on_gpu:  # as it is used there: kernels, and graphs of whole steps
+        settings |= {"dtype": torch.bfloat16, "model_options": kernel_sizes(family)}
     bench, digests, memory = make_bench(family, **settings), [], []
+    assert uses_kernels(bench.engine) == on_gpu
     held(device)  # what looking itself makes on first use
     for _ in range(2):
         traffic = Traffic(bench.engine, bench.store, bench.record)
@@ -132,6 +133,7 @@ def test_ten_thousand_steps_leave_nothing_behind(make_bench, device, family):
         del traffic
         memory.append(held(device))
     assert bench.engine.stats.retractions > 0 and bench.engine.stats.steps >= steps
+    assert (bench.engine.stats.graph_steps > steps // 2) == on_gpu
     assert digests[0] == digests[1]
     (objects, host, there), (later_objects, later_host, later_there) = memory
     assert later_there == there and later_objects - objects < 10 and later_host - host < 4_096

@@ -33,14 +33,18 @@ def run(
     arm: Annotated[
         list[str] | None,
         typer.Option(
-            help="Arm of decode (a spec, or transformers), experts or train, plan of capture; may be repeated."
+            help="Arm of decode or prefill (a spec, transformers), experts, train, plan of capture; may be repeated."
         ),
     ] = None,
     budget: Annotated[
         float | None, typer.Option(help="GiB for weights, K, V and states in memory-limited decode; 120, 0 for none.")
     ] = None,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile decoder layers and sampler, for decode, capture and rollout.")
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile decoder layers and sampler, for decode, capture and rollout; the peer of prefill.",
+        ),
     ] = False,
     state_dtype: Annotated[
         str, typer.Option(help="What recurrent states are kept in, float32 or bfloat16; for decode and capture.")
@@ -60,6 +64,12 @@ def run(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Recompute layers in the backward pass; for train.")
     ] = False,
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Prompt tokens of a forward pass, for prefill (8192); attention of so many new tokens each."
+        ),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -67,7 +77,7 @@ def run(
     check_case(case, _given(ctx))
     wanted = Wanted(
         case, tuple(batch or ()), tuple(context or ()), tuple(shape or ()), tuple(arm or ()), budget, compiled,
-        state_dtype, skew, quick, rows, layers, recompute,
+        state_dtype, skew, quick, rows, layers, recompute, chunk,
     )  # fmt: skip
     found = _measure(wanted, device, repeats, output)
     emit(found, as_json=as_json, text=_table(found))
@@ -114,7 +124,7 @@ def _write(output: Path, found: dict[str, Any]) -> None:
 
 
 def _run_kernels(bench: Any, wanted: Wanted) -> None:
-    from tracefp4.evaluation import bench_delta, bench_experts, bench_kernels
+    from tracefp4.evaluation import bench_delta, bench_experts, bench_kernels, bench_prefill
 
     case = wanted.case
     if case == "delta":
@@ -131,7 +141,10 @@ def _run_kernels(bench: Any, wanted: Wanted) -> None:
     if case == "attention":
         if wanted.contexts:
             sizes["contexts"] = wanted.contexts
-        bench_kernels.bench_attention(bench, **sizes)
+        if wanted.chunk is None:
+            bench_kernels.bench_attention(bench, **sizes)
+        else:
+            bench_prefill.bench_prefill_attention(bench, **sizes, chunk=wanted.chunk)
         return
     check_names(wanted.arms, bench_experts.ARMS, "arm")
     arms = wanted.arms or bench_experts.ARMS
@@ -174,11 +187,16 @@ def _capture(bench: Any, wanted: Wanted, names: tuple[str, ...]) -> None:
 
 
 def _prefill(bench: Any, wanted: Wanted, names: tuple[str, ...]) -> None:
-    from tracefp4.evaluation import bench_engine
+    from tracefp4.evaluation import bench_engine, bench_prefill
 
+    check_names(wanted.arms, bench_prefill.ARMS, "arm")
     for name in names:
-        for batch, context in wanted.sweep(4, _context(name, 4096)):
-            bench_engine.bench_prefill(bench, bench_engine.slice_of(name, wanted.layers, context), batch)
+        for context in wanted.contexts or ((SMALL_CONTEXT,) if name.startswith("tiny") else (2048, 8192)):
+            part = bench_engine.slice_of(name, wanted.layers, context, wanted.compiled)
+            for batch in wanted.batches or (4,):
+                bench_prefill.bench_prefill(
+                    bench, part, batch, wanted.chunk or bench_prefill.CHUNK, wanted.arms or bench_prefill.ARMS
+                )
 
 
 def _rollout(bench: Any, wanted: Wanted, names: tuple[str, ...]) -> None:

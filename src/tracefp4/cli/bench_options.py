@@ -17,11 +17,11 @@ from tracefp4.errors import ConfigError, suggest
 USES: dict[str, tuple[str, ...]] = {
     "codec": ("rows",),
     "qat": ("rows",),
-    "attention": ("batch", "context", "shape"),
+    "attention": ("batch", "context", "shape", "chunk"),
     "experts": ("batch", "shape", "arm", "skew", "quick"),
     "delta": ("batch",),
     "decode": ("batch", "context", "shape", "arm", "budget", "compile", "state-dtype", "layers"),
-    "prefill": ("batch", "context", "shape", "layers"),
+    "prefill": ("batch", "context", "shape", "arm", "compile", "layers", "chunk"),
     "capture": ("batch", "context", "shape", "arm", "compile", "state-dtype", "layers"),
     "rollout": ("shape", "compile", "layers"),
     "train": ("batch", "context", "shape", "arm", "recompute"),
@@ -49,6 +49,7 @@ class Wanted:
     rows: int = 16384
     layers: int | None = None
     recompute: bool = False
+    chunk: int | None = None
 
     def sweep(self, batch: int, context: int) -> Iterator[tuple[int, int]]:
         """All pairs of a batch and a context, with one of each by default."""

@@ -1,10 +1,11 @@
 """How long things take, beside the time that their bytes alone would take.
 
 Every figure of ``tracefp4 bench`` is the median of many runs, and stands beside a *bound*: the bytes that have to move,
-divided by the copy bandwidth of this very device, measured in the same run. A ratio compares with the bfloat16 arm of
-the same case. On CUDA a case is captured in a CUDA graph, so that launches from Python are not timed; it is repeated
-there until the launch of the graph does not count, and walks over several sets of buffers, so that none is found in
-the cache. What fails is listed with its error and does not end the run.
+divided by the copy bandwidth of this very device, measured in the same run. Where operations may take longer than bytes
+it is the larger of the two, with the rate of a large bfloat16 product on this device. A ratio compares with the
+bfloat16 arm of the same case. On CUDA a case is captured in a CUDA graph, so that launches from Python are not timed;
+it is repeated there until the launch of the graph does not count, and walks over several sets of buffers, so that none
+is found in the cache. What fails is listed with its error and does not end the run.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Row:
     value: float
     unit: str
     bound: float | None = None
-    """In the same unit, from bytes."""
+    """In the same unit, from bytes, or from operations if those take longer."""
     ratio_to_bf16: float | None = None
     """Above 1: faster than the bfloat16 arm of the same name."""
     detail: str = ""
@@ -56,6 +57,7 @@ class Bench:
     """Called after each of them, so that a run that is killed keeps what it had."""
     _bandwidth: float | None = None
     _launch: float | None = None
+    _product_rate: float | None = None
 
     @property
     def bandwidth(self) -> float:
@@ -67,6 +69,20 @@ class Bench:
             # A kernel, because the memcpy node that a graph makes of copy_ is slower: 2.7 instead of 4.29 TB/s (H200).
             self._bandwidth = 2 * size / self.time([lambda: torch.add(source, 1, out=target)])
         return self._bandwidth
+
+    @property
+    def product_rate(self) -> float:
+        """Operations a second of a large bfloat16 product."""
+        if self._product_rate is None:
+            size = 8192 if self.device.type == "cuda" else 1024
+            a, b = (torch.randn(size, size, device=self.device).bfloat16() for _ in range(2))
+            self._product_rate = 2.0 * size**3 / self.time([lambda: a @ b])
+        return self._product_rate
+
+    def least(self, nbytes: float, flops: float = 0.0) -> float:
+        """Seconds that bytes and operations take at least, if they run side by side."""
+        moved = nbytes / self.bandwidth
+        return max(moved, flops / self.product_rate) if flops else moved
 
     @property
     def launch(self) -> float:
@@ -91,18 +107,24 @@ class Bench:
             samples.append(time.perf_counter() - start)
         return median(samples) / len(works)
 
-    def add(self, name: str, arm: str, works: Sequence[Work], nbytes: float | None, detail: str = "") -> float | None:
+    def add(
+        self, name: str, arm: str, works: Sequence[Work], nbytes: float | None, detail: str = "", flops: float = 0.0,
+        numbers: dict[str, float] | None = None,
+    ) -> float | None:  # fmt: skip
         """Time a case and keep it, in microseconds; ``None`` if it failed."""
         try:
             seconds = self.time(works)
         except failures() as error:
             self.fail(name, arm, error)
             return None
-        bound = None if nbytes is None else 1e6 * nbytes / self.bandwidth
-        self.keep(Row(name, arm, 1e6 * seconds, "us", bound, detail=detail))
+        bound = None if nbytes is None else 1e6 * self.least(nbytes, flops)
+        self.keep(Row(name, arm, 1e6 * seconds, "us", bound, detail=detail, numbers=numbers or {}))
         return seconds
 
-    def best(self, name: str, arm: str, cases: Sequence[tuple[str, Sequence[Work]]], nbytes: float) -> str | None:
+    def best(
+        self, name: str, arm: str, cases: Sequence[tuple[str, Sequence[Work]]], nbytes: float | None,
+        flops: float = 0.0, numbers: dict[str, float] | None = None,
+    ) -> str | None:  # fmt: skip
         """Time several configurations of one case, keep the fastest, and say which it was."""
         found: list[tuple[float, str]] = []
         for detail, works in cases:
@@ -115,7 +137,8 @@ class Bench:
         seconds, detail = min(found)
         others = ", ".join(f"{text} {1e6 * value:.1f}" for value, text in sorted(found)[1:])
         text = f"{detail} ({others})" if others else detail
-        self.keep(Row(name, arm, 1e6 * seconds, "us", 1e6 * nbytes / self.bandwidth, detail=text))
+        bound = None if nbytes is None else 1e6 * self.least(nbytes, flops)
+        self.keep(Row(name, arm, 1e6 * seconds, "us", bound, detail=text, numbers=numbers or {}))
         return detail
 
     def keep(self, row: Row) -> None:
@@ -155,6 +178,7 @@ class Bench:
             "torch": torch.__version__,
             "finished": finished,
             "copy_bandwidth": self.bandwidth if finished else self._bandwidth,
+            "product_rate": self._product_rate,
             "rows": [asdict(row) for row in self.rows],
             "failures": self.failures,
             "notes": self.notes,
@@ -203,6 +227,18 @@ def wait_for(device: torch.device) -> None:
     """Return when a GPU has done everything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def host_seconds(work: Work, repeats: int) -> list[float]:
+    """Seconds of ``repeats`` runs on the host's clock, after one that does not count."""
+    samples = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        samples.append(time.perf_counter() - start)
+    return samples[1:]
 
 
 def _cuda_time(works: Sequence[Work], repeats: int) -> float:

@@ -13,6 +13,7 @@ from statistics import median
 from tracefp4.evaluation.bench import Bench, Row, failures
 from tracefp4.evaluation.bench_engine import Slice, arm_of, make_engine, paged, release, tail_seconds, warm
 from tracefp4.evaluation.breakdown import breakdown
+from tracefp4.evaluation.fill import fill_engine
 from tracefp4.evaluation.steps import Step, Steps, in_turn, more
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.plan import Plan
@@ -35,13 +36,14 @@ def bench_capture(bench: Bench, part: Slice, batch: int = 64, plans: tuple[str, 
         ConfigError: no such plan.
     """
     parsed = [Plan.parse(plan, part.layers) for plan in plans or PLANS]
-    case = f"decode {part.label} B{batch} {part.length}"
+    case = f"decode {part.measured} B{batch} {part.length}"
     try:
         engine = make_engine(part, SPEC, None, bench.device, batch * paged(part.context), batch)
         warm(engine)
+        fill_engine(engine)
         steps = Steps(engine, batch, part.context)
         plain, tail = steps.step(), tail_seconds(bench, engine, batch)
-        _row(bench, part, None, batch, tail, median(plain.seconds(bench.repeats)), "not recorded")
+        _row(bench, part, None, plain, batch, tail, median(plain.seconds(bench.repeats)), "not recorded")
     except failures() as error:
         bench.fail(case, arm_of(SPEC), error)
         release()
@@ -62,24 +64,22 @@ def bench_capture(bench: Bench, part: Slice, batch: int = 64, plans: tuple[str, 
 
 def _recorded(bench: Bench, part: Slice, steps: Steps, plain: Step, plan: Plan, tail: float) -> None:
     """One plan's step, beside steps that record nothing."""
-    without, recorded = in_turn([plain, steps.step(plan)], bench.repeats)
+    step = steps.step(plan)
+    without, recorded = in_turn([plain, step], bench.repeats)
     added = more(recorded, without)
     text = f"{1e6 * added:+.1f} us, {added / median(without):+.2%} of the step without"
-    _row(bench, part, plan, steps.batch, tail, median(recorded), text)
+    _row(bench, part, plan, step, steps.batch, tail, median(recorded), text)
 
 
 def _row(
-    bench: Bench, part: Slice, plan: Plan | None, batch: int, tail: float, seconds: float, detail: str
+    bench: Bench, part: Slice, plan: Plan | None, step: Step, batch: int, tail: float, seconds: float, detail: str
 ) -> None:  # fmt: skip
     """The slice's step, and what the whole model's would take."""
     arm, spec = arm_of(SPEC, None if plan is None else str(plan)), get_spec(SPEC)
-    whole = tail + max(seconds - tail, 0.0) * part.shape.layers / part.layers
-    estimate = f"from {part.layers} layers"
-    for label, value, layers, text in (
-        (part.label, seconds, part.layers, detail),
-        (part.whole, whole, part.shape.layers, estimate),
-    ):
-        bound = 1e6 * part.sizes(spec, layers).step(batch, part.context) / bench.bandwidth
+    hit = step.hit_experts()
+    for label, value, layers, source in part.seen(seconds, tail):
+        bound = 1e6 * part.sizes(spec, layers).step(batch, part.context, hit) / bench.bandwidth
+        text = source if source and not part.complete else detail
         bench.keep(Row(f"decode {label} B{batch} {part.length}", arm, 1e6 * value, "us", bound, detail=text))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from tracefp4.evaluation.bench import Bench, Work, need_cuda
+from tracefp4.evaluation.fill import STATE
 from tracefp4.models.recurrence import convolve
 from tracefp4.rollout.state import STATE_DTYPES
 
@@ -40,7 +41,7 @@ def _convolution(bench: Bench, batch: int) -> None:
     channels = (2 * KEY_HEADS + HEADS) * WIDTH
     x = torch.randn(batch, channels, device=bench.device).to(torch.bfloat16)
     weight = torch.randn(channels, TAPS, device=bench.device).to(torch.bfloat16)
-    pool = torch.zeros(max(ROWS, batch), TAPS, channels, dtype=torch.bfloat16, device=bench.device)
+    pool = torch.randn(max(ROWS, batch), TAPS, channels, dtype=torch.bfloat16, device=bench.device)
     works: list[Work] = [lambda r=rows: convolve(x, pool, r, weight) for rows in _rows(bench, batch)]
     # Three taps are read and four written; input and output.
     moved = batch * channels * 2.0 * (2 * TAPS - 1 + 2) + weight.nbytes
@@ -53,7 +54,7 @@ def _rule(bench: Bench, batch: int, name: str, dtype: torch.dtype) -> None:
     mixed = torch.randn(batch, (2 * KEY_HEADS + HEADS) * WIDTH, device=bench.device).to(torch.bfloat16)
     a, b = (torch.randn(batch, HEADS, device=bench.device).to(torch.bfloat16) for _ in range(2))
     log_rate, dt_bias = (torch.randn(HEADS, device=bench.device).to(torch.bfloat16) for _ in range(2))
-    pool = torch.zeros(max(ROWS, batch), HEADS, WIDTH, WIDTH, dtype=dtype, device=bench.device)
+    pool = STATE * torch.randn(max(ROWS, batch), HEADS, WIDTH, WIDTH, dtype=dtype, device=bench.device)
     moved = 2.0 * batch * pool[0].nbytes + mixed.nbytes + batch * HEADS * WIDTH * 2
     cases = []
     for tile, warps in ((8, 1), (16, 1), (32, 1), (32, 2), (32, 4), (64, 4), (128, 8)):

@@ -1,8 +1,10 @@
-"""Benchmarks of the embedded engine: the decode step and prefill.
+"""Benchmark of the embedded engine: the decode step.
 
-The model has the shape of a large one (:mod:`tracefp4.evaluation.bench_shapes`) with random weights and fewer layers.
-A decode step is timed as one CUDA graph over sequences of a fixed length: their pages hold whatever the pool was filled
-with, which changes no instruction. The precision combinations are specs, each in an engine of its own, in one run.
+The model has the shape of a large one (:mod:`tracefp4.evaluation.bench_shapes`) with random weights, the same in all
+arms, and mostly with fewer layers. A decode step is timed as one CUDA graph over sequences of a fixed length, with
+tokens of their own and a pool full of ordinary numbers (:mod:`tracefp4.evaluation.fill`). The precision combinations
+are specs, each in an engine of its own, in one run. The bytes of a bound are those of the experts that the step really
+hit: rows say how many those were, and how many uniform routing would hit.
 
 Two ratios must not be confused. At a *fixed batch* both arms serve the same sequences, and FP4 can gain no more than
 the bytes a value. *Memory-limited*, each arm serves as many sequences as a budget of bytes holds beside its weights,
@@ -13,13 +15,13 @@ Head and sampler weigh more in a slice than in the whole model. They are timed o
 what ``L`` layers would take if each took what a layer of the slice does::
 
     whole = tail + (slice - tail) L / layers of the slice
+
+A slice that has all layers is the whole model, and its rows are what was measured.
 """
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -29,7 +31,8 @@ from tracefp4.core import Request, SamplingParams
 from tracefp4.evaluation.bench import Bench, Row, failures
 from tracefp4.evaluation.bench_peer import PEER, peer_step
 from tracefp4.evaluation.bench_shapes import SHAPES, Shape, Sizes, random_model, sizes
-from tracefp4.evaluation.steps import Steps, decode_rows
+from tracefp4.evaluation.fill import fill_engine
+from tracefp4.evaluation.steps import Step, Steps, decode_rows
 from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.guidance.late_store import LateStore
 from tracefp4.guidance.memory_store import MemoryStore
@@ -39,8 +42,8 @@ from tracefp4.rollout.embedded import EmbeddedEngine
 
 SPECS = ("bf16", "nvfp4-w4a4", "nvfp4-kv4", "nvfp4-w4a4-kv4", "mxfp4-w4a4-kv4")
 """Precision combinations of a decode step; the first four are BF16 and NVFP4 experts by BF16 and NVFP4 KV cache."""
-WEIGHTS_ALONE = ("nvfp4-w4a16", "nvfp4-w4a16-kv4")
-"""The same with the activations of NVFP4 experts left in BF16."""
+WEIGHTS_ALONE = ("nvfp4-w4a16", "nvfp4-w4a16-kv4", "mxfp4-w4a16", "mxfp4-w4a16-kv4")
+"""The same with the activations of experts left in BF16."""
 ARMS = (*SPECS, *WEIGHTS_ALONE, PEER)
 """Everything that a decode step is measured for. Those that are not in :data:`SPECS` have to be asked for; the peer
 compiles for long."""
@@ -77,8 +80,30 @@ class Slice:
 
     @property
     def whole(self) -> str:
-        """The whole model, estimated from the slice."""
+        """The whole model, measured or estimated from the slice."""
         return f"{self.name} whole" + self.suffix
+
+    @property
+    def complete(self) -> bool:
+        """Whether the slice is the whole model."""
+        return self.layers == self.shape.layers
+
+    @property
+    def measured(self) -> str:
+        """What is measured: the slice, or the whole model if it has all layers."""
+        return self.whole if self.complete else self.label
+
+    def seen(self, seconds: float, tail: float) -> list[tuple[str, float, int, str]]:
+        """What a step of ``seconds``, head and sampler of ``tail`` among them, says of the slice and the whole model.
+
+        Returns:
+            label, seconds, layers, and where they are from.
+        """
+        own = (self.measured, seconds, self.layers, f"all {self.layers} layers" if self.complete else "")
+        if self.complete:
+            return [own]
+        whole = tail + max(seconds - tail, 0.0) * self.shape.layers / self.layers
+        return [own, (self.whole, whole, self.shape.layers, f"from {self.layers} layers")]
 
     @property
     def suffix(self) -> str:
@@ -122,6 +147,8 @@ def bench_decode(
                 _peer(bench, part, batch)
         else:
             _steps(bench, part, arm, batches, budget)
+            # The next arm needs the memory: two whole models do not fit side by side.
+            release(compiled=part.compiled)
 
 
 def arm_of(spec: str, plan: str | None = None) -> str:
@@ -141,8 +168,10 @@ def make_engine(
 ) -> EmbeddedEngine:
     """An engine with a random model, a pool for ``tokens`` tokens and room for ``batch`` sequences.
 
-    Its frames wait in ``store``, or in one of its own of the kind that runs use, where they are written when claimed.
+    Engines of one slice have the same weights. Its frames wait in ``store``, or in one of its own of the kind that runs
+    use, where they are written when claimed.
     """
+    torch.manual_seed(0)
     return EmbeddedEngine(
         random_model(part.shape.config(part.layers), device), None, get_spec(spec),
         None if plan is None else Plan.parse(plan), LateStore(MemoryStore()) if store is None else store,
@@ -156,8 +185,14 @@ def paged(tokens: int) -> int:
     return -(-tokens // PAGE) * PAGE
 
 
-def release() -> None:
-    """Free the memory of engines that are gone: their parts refer to each other."""
+def release(*, compiled: bool = False) -> None:
+    """Free the memory of engines that are gone: their parts refer to each other.
+
+    Args:
+        compiled: forget compiled code too, which may hold what it was compiled with. What still runs compiles anew.
+    """
+    if compiled:
+        torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -165,69 +200,76 @@ def release() -> None:
 
 def _steps(bench: Bench, part: Slice, spec: str, batches: tuple[int, ...], budget: float) -> None:
     arm, chosen = arm_of(spec), get_spec(spec)
-    own, whole = part.sizes(chosen), part.sizes(chosen, part.shape.layers)
+    whole = part.sizes(chosen, part.shape.layers)
     limited = whole.fits(budget * GIB, part.context) if budget else 0
     most = max(*batches, limited)
     try:
         engine = make_engine(part, spec, None, bench.device, most * paged(part.context), most)
         warm(engine)
-        _memory_rows(bench, part, arm, engine, own)
+        fill_engine(engine)
+        _memory_rows(bench, part, arm, engine, part.sizes(chosen))
     except failures() as error:
         bench.fail(f"decode engine {part.label}", arm, error)
-        release()
         return
     for batch in batches:
-        _fixed(bench, part, arm, engine, own, whole, batch)
+        _fixed(bench, part, arm, engine, batch)
     if limited:
-        _limited(bench, part, arm, engine, own, whole, limited, budget)
+        _limited(bench, part, arm, engine, limited, budget)
     elif budget:
-        bench.fail(f"decode {part.label} memory-limited", arm, f"{budget} GiB do not hold one sequence")
-    del engine
-    release()
+        bench.fail(f"decode {part.measured} memory-limited", arm, f"{budget} GiB do not hold one sequence")
 
 
-def _fixed(
-    bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes, whole: Sizes, batch: int
-) -> None:  # fmt: skip
-    for label, seconds, size in _measured(bench, part, arm, engine, own, whole, batch, f"B{batch} {part.length}"):
-        bound = 1e6 * size.step(batch, part.context) / bench.bandwidth
-        detail = f"{batch / seconds:.0f} tok/s" + ("" if size is own else f", from {part.layers} layers")
-        bench.keep(Row(label, arm, 1e6 * seconds, "us", bound, detail=detail))
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A step of the slice, or what it says of the whole model."""
+
+    label: str
+    seconds: float
+    nbytes: float
+    """That it has to move."""
+    source: str
+    """Where it is from."""
+    numbers: dict[str, float]
 
 
-def _limited(
-    bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes, whole: Sizes, batch: int, budget: float
-) -> None:  # fmt: skip
-    name = f"memory-limited {part.length}"
-    for label, seconds, size in _measured(bench, part, arm, engine, own, whole, batch, name):
-        bound = batch * bench.bandwidth / size.step(batch, part.context)
-        detail = f"B{batch} in {budget:g} GiB, {whole.weights / GIB:.1f} of them weights"
-        bench.keep(Row(label, arm, batch / seconds, "tok/s", bound, detail=detail))
+def _fixed(bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, batch: int) -> None:
+    for timed in _measured(bench, part, arm, engine, batch, f"B{batch} {part.length}"):
+        bound = 1e6 * timed.nbytes / bench.bandwidth
+        detail = f"{batch / timed.seconds:.0f} tok/s" + f", {timed.source}" * bool(timed.source)
+        bench.keep(Row(timed.label, arm, 1e6 * timed.seconds, "us", bound, detail=detail, numbers=timed.numbers))
 
 
-def _measured(
-    bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes, whole: Sizes, batch: int, name: str
-) -> list[tuple[str, float, Sizes]]:  # fmt: skip
-    """Label, seconds of a step and sizes, of the slice and of the whole model; nothing if the step failed."""
+def _limited(bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, batch: int, budget: float) -> None:
+    weights = part.sizes(engine.spec, part.shape.layers).weights / GIB
+    for timed in _measured(bench, part, arm, engine, batch, f"memory-limited {part.length}"):
+        bound = batch * bench.bandwidth / timed.nbytes
+        detail = f"B{batch} in {budget:g} GiB, {weights:.1f} of them weights" + f", {timed.source}" * bool(timed.source)
+        bench.keep(Row(timed.label, arm, batch / timed.seconds, "tok/s", bound, detail=detail, numbers=timed.numbers))
+
+
+def _measured(bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, batch: int, name: str) -> list[Timed]:
+    """A step of the slice and what the whole model would take; nothing if the step failed."""
     try:
-        seconds, estimate = _both(bench, part, engine, batch)
+        step = Steps(engine, batch, part.context).own()
+        seconds = _median(step, bench.repeats)
+        tail = tail_seconds(bench, engine, batch)
     except failures() as error:
-        bench.fail(f"decode {part.label} {name}", arm, error)
+        bench.fail(f"decode {part.measured} {name}", arm, error)
         return []
-    return [(f"decode {part.label} {name}", seconds, own), (f"decode {part.whole} {name}", estimate, whole)]
+    hit, found = step.hit_experts(), []
+    for label, value, layers, source in part.seen(seconds, tail):
+        size = part.sizes(engine.spec, layers)
+        numbers = {"batch": batch, "context": part.context, "layers": part.layers, "tok_s": batch / value}
+        if hit is not None:
+            numbers |= {"hit_experts": hit, "uniform_experts": size.uniform(batch)}
+        found.append(Timed(f"decode {label} {name}", value, size.step(batch, part.context, hit), source, numbers))
+    return found
 
 
 def _memory_rows(bench: Bench, part: Slice, arm: str, engine: EmbeddedEngine, own: Sizes) -> None:
     """What the engine really keeps, beside what it has to."""
     bench.keep(Row(f"weights {part.label}", arm, engine.weight_bytes / GIB, "GiB", own.weights / GIB, detail="as kept"))
     bench.keep(Row(f"KV a token {part.label}", arm, float(engine.token_bytes), "B", own.token))
-
-
-def _both(bench: Bench, part: Slice, engine: EmbeddedEngine, batch: int) -> tuple[float, float]:
-    """Seconds of a step of the slice, and what the whole model would take."""
-    seconds = step_seconds(engine, batch, part.context, bench.repeats)
-    tail = tail_seconds(bench, engine, batch)
-    return seconds, tail + max(seconds - tail, 0.0) * part.shape.layers / part.layers
 
 
 def warm(engine: EmbeddedEngine) -> None:
@@ -242,10 +284,14 @@ def prompt_of(name: str, length: int, seed: int, sampling: SamplingParams, sampl
 
 def step_seconds(engine: EmbeddedEngine, batch: int, context: int, repeats: int) -> float:
     """Median seconds of a decode step of ``batch`` sequences of ``context`` tokens: a replayed graph, or on a CPU."""
-    on_gpu = engine.device.type == "cuda"
-    if on_gpu and engine._runner.graphs is None:
+    return _median(Steps(engine, batch, context).own(), repeats)
+
+
+def _median(step: Step, repeats: int) -> float:
+    on_gpu = step.engine.device.type == "cuda"
+    if on_gpu and step.engine._runner.graphs is None:
         raise RuntimeError("the engine has no CUDA graphs")
-    return median(Steps(engine, batch, context).own().seconds(repeats if on_gpu else min(repeats, 3)))
+    return median(step.seconds(repeats if on_gpu else min(repeats, 3)))
 
 
 @torch.no_grad()
@@ -260,40 +306,14 @@ def tail_seconds(bench: Bench, engine: EmbeddedEngine, batch: int) -> float:
 
 
 def _peer(bench: Bench, part: Slice, batch: int) -> None:
-    name = f"decode {part.label} B{batch} {part.length}"
+    name = f"decode {part.measured} B{batch} {part.length}"
     try:
+        torch.manual_seed(0)
         seconds = peer_step(part.shape.config(part.layers), bench.device, batch, part.context)
-        bound = 1e6 * sizes(part.name, part.layers, get_spec("bf16")).step(batch, part.context) / bench.bandwidth
+        bound = 1e6 * part.sizes(get_spec("bf16")).step(batch, part.context) / bench.bandwidth
         detail = f"{batch / seconds:.0f} tok/s, generate with a static cache"
+        detail += ", states as transformers keeps them" * (part.state_dtype != "float32")
         bench.keep(Row(name, PEER, 1e6 * seconds, "us", bound, detail=detail))
     except (*failures(), AttributeError) as error:  # other versions of transformers may lack what is set there
         bench.fail(name, PEER, error)
     release()
-
-
-def bench_prefill(bench: Bench, part: Slice, prompts: int = 4) -> None:
-    """Prompt tokens a second, from the request to its first token, on the host's clock."""
-    length = part.context
-    for spec in ("bf16", "nvfp4-w4a4-kv4"):
-        arm, name = arm_of(spec), f"prefill {part.label} {prompts}x{length}"
-        try:
-            engine = make_engine(part, spec, None, bench.device, 2 * prompts * length, 2 * prompts)
-            requests = [prompt_of(f"{i}", length, i, SamplingParams(max_new_tokens=1, seed=0)) for i in range(prompts)]
-            seconds = median(host_seconds(lambda e=engine, r=requests: e.generate(r), 3))
-            bench.keep(Row(name, arm, prompts * length / seconds, "tok/s", detail="median of 3, first left out"))
-            del engine
-        except failures() as error:
-            bench.fail(name, arm, error)
-        release()
-
-
-def host_seconds(work: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of ``repeats`` runs on the host's clock, after one that does not count."""
-    samples = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        samples.append(time.perf_counter() - start)
-    return samples[1:]

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from tracefp4.evaluation.bench import Bench, Work, failures, need_cuda
-from tracefp4.evaluation.bench_kernels import fill_codes, random_values
+from tracefp4.evaluation.bench_kernels import random_values
 from tracefp4.evaluation.expert_peers import PEERS, Layer
+from tracefp4.evaluation.fill import fill_codes
+from tracefp4.evaluation.peer_check import TOLERANCE, deviation
 from tracefp4.formats.numerics import Numerics, get_numerics
 from tracefp4.guidance.rounding import Rounding, round_gated, round_nearest
 
@@ -28,7 +30,7 @@ EXPERTS = {"30b": (128, 8, 2048, 768), "35b": (256, 8, 2048, 512), "smollm2-moe"
 """Experts, those of a token, hidden size, intermediate size."""
 EXPERT_BATCHES = {"smollm2-moe": (512,)}
 """Batches of a shape, where they are not those of decoding a large model."""
-OWN = ("bf16", "fp4 nvfp4 w4a4", "fp4 nvfp4 w4a16", "fp4 mxfp4 w4a4")
+OWN = ("bf16", "fp4 nvfp4 w4a4", "fp4 nvfp4 w4a16", "fp4 mxfp4 w4a4", "fp4 mxfp4 w4a16")
 """Formats of weights and activations."""
 ARMS = (*OWN, *PEERS)
 """Ours, and those of other libraries where they are installed."""
@@ -92,6 +94,12 @@ def draw_experts(batch: int, experts: int, top_k: int, skew: float, device: torc
     return logits.topk(top_k, -1)[1]
 
 
+def pair_flops(shape: str, batch: int) -> float:
+    """Operations of both products of ``batch`` tokens."""
+    _, top_k, hidden, inter = EXPERTS[shape]
+    return 2.0 * batch * top_k * 3 * hidden * inter
+
+
 def _expert_layer(bench: Bench, shape: str, arm: str) -> tuple:
     from tracefp4.kernels.experts import ExpertWeight
 
@@ -125,7 +133,7 @@ def _peer_layers(bench: Bench, shape: str, arm: str) -> list[Layer]:
 
 
 def _peer_pair(bench: Bench, shape: str, arm: str, layers: list[Layer], chosen: Tensor, name: str) -> None:
-    """The pair as another library computes it."""
+    """The pair as another library computes it, and how far it is from the same sums in float64."""
     if not layers:
         return
     _, _, hidden, inter = EXPERTS[shape]
@@ -135,9 +143,18 @@ def _peer_pair(bench: Bench, shape: str, arm: str, layers: list[Layer], chosen: 
     except (*failures(), *FOREIGN) as error:
         bench.fail(name, arm, error)
         return
-    cases = [(way[0][0], [work for _, work in way]) for way in zip(*ways, strict=True)]
+    names, numbers = {}, {}
+    for way in ways[0]:
+        try:
+            off = deviation(way.work(), layers[0].expected(x, way))
+        except (*failures(), *FOREIGN) as error:
+            bench.fail(f"{name}, check of {way.name}", arm, error)
+            continue
+        numbers[f"deviation {way.name}"] = off
+        names[way.name] = f"{way.name}, {'deviates' if off > TOLERANCE else 'off'} by {off:.2%}"
+    cases = [(names.get(way[0].name, way[0].name), [one.work for one in way]) for way in zip(*ways, strict=True)]
     nbytes = chosen.unique().numel() * 3 * hidden * inter * PEERS[arm].bits / 8
-    bench.best(name, arm, cases, nbytes)
+    bench.best(name, arm, cases, nbytes, pair_flops(shape, len(chosen)), numbers)
 
 
 @dataclass(slots=True)
@@ -174,12 +191,13 @@ class _Case:
         pairs = route(self.chosen, experts, self.rows)
         x, gated = random_values(bench, batch, hidden), random_values(bench, batch * top_k, inter, 1)
         nbytes = self.chosen.unique().numel() / experts * sum(_nbytes(w) for w in layers[0])
+        flops = pair_flops(self.shape, batch)
         choices: list[tuple[str, Sequence[Config | None]]] = [("default tiles", [None, None])]
         if not quick:
             best = [
                 _best_tile(
                     bench, f"{self.name} {('gate_up', 'down')[p]}", self.arm, [layer[p] for layer in layers], v, pairs,
-                    p, n, _expert_configs(self.arm, batch, self.rows, v.shape[1]),
+                    p, n, expert_configs(self.arm, batch, self.rows, v.shape[1]),
                 )
                 for p, v in enumerate((x, gated))
             ]  # fmt: skip
@@ -188,9 +206,9 @@ class _Case:
             (text, [lambda w=layer, c=c: _pair(x, w, pairs, n, c) for layer in layers]) for text, c in choices
         ]
         if quick:
-            bench.add(self.name, self.arm, cases[0][1], nbytes, cases[0][0])
+            bench.add(self.name, self.arm, cases[0][1], nbytes, cases[0][0], flops)
         else:
-            bench.best(self.name, self.arm, cases, nbytes)
+            bench.best(self.name, self.arm, cases, nbytes, flops)
 
     def parts(self) -> None:
         """The small kernels around the products."""
@@ -271,8 +289,15 @@ def _text(config: Config | None) -> str:
     return f"columns {config.columns} unroll {config.unroll} warps {config.warps} stages {config.stages}{limit}"
 
 
-def _expert_configs(arm: str, batch: int, rows: int, inner: int) -> list[Config]:
-    """Tiles worth measuring beside the default; ``benchmarks/instructions.py`` counts what each costs."""
+def expert_configs(arm: str, batch: int, rows: int, inner: int) -> list[Config]:
+    """Tiles worth measuring beside the default; ``benchmarks/instructions.py`` counts what each costs.
+
+    Args:
+        arm: of :data:`OWN`.
+        batch: tokens.
+        rows: pairs of a tile.
+        inner: columns of a matrix.
+    """
     from tracefp4.kernels.experts import Config
 
     sizes: list[tuple[int, ...]]

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 import xxhash
 
-from tracefp4.evaluation.bench import Bench, Row
-from tracefp4.evaluation.bench_engine import host_seconds
+from tracefp4.evaluation.bench import Bench, Row, host_seconds
 from tracefp4.evaluation.bench_shapes import SHAPES, random_model
 from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.codec import CHUNK, chunks

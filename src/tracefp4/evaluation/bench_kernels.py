@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.evaluation.bench import Bench, Work, need_cuda
+from tracefp4.evaluation.fill import fill_kv
+from tracefp4.evaluation.rounding_peers import bench_torchao
 from tracefp4.formats.blocks import quantize
 from tracefp4.formats.fused import rules
 from tracefp4.formats.numerics import get_numerics
@@ -40,7 +42,7 @@ def bench_codec(bench: Bench, rows: int = 16384, width: int = 2048) -> None:
 
 
 def bench_qat(bench: Bench, rows: int = 16384, width: int = 2048) -> None:
-    """Rounding of activations for a product: to nearest, recording a bit, and following recorded bits."""
+    """Rounding of activations for a product: to nearest, recording a bit, and following recorded bits; torchao's."""
     xs = [random_values(bench, rows, width, seed) for seed in range(2)]
     values = rows * width
     outs = [torch.empty_like(x) for x in xs]
@@ -67,6 +69,7 @@ def bench_qat(bench: Bench, rows: int = 16384, width: int = 2048) -> None:
         outcome = record.outcome()
         eager: list[Work] = [lambda n=n, o=outcome: quantize_guided(xs[0], o, n).operand()]
         bench.add("guided r4/s8", f"tensors {name}", eager, None, "codes by table, not fused")
+    bench_torchao(bench, xs)
 
 
 def bench_attention(
@@ -96,7 +99,7 @@ def _attention_case(bench: Bench, shape: str, batch: int, context: int) -> None:
     for arm, numerics in (("bf16", None), ("fp4 nvfp4", "sglang-kv-nvfp4"), ("fp4 mxfp4", "mxfp4-ceil")):
         made = None if numerics is None else rules(get_numerics(numerics))
         kv = replace(pool_tensors(slots, kv_heads, width, made, bench.device), page=page)
-        fill_codes(kv.codes, kv.scales, kv.mx)
+        fill_kv(kv, made)
         nbytes = kv.codes.nbytes + (0 if kv.scales is None else kv.scales.nbytes)
         cases = []
         for config in attention_configs():
@@ -114,16 +117,6 @@ def _attention_case(bench: Bench, shape: str, batch: int, context: int) -> None:
 
 def attention_configs() -> list[dict[str, Any]]:
     """Arguments of :func:`tracefp4.kernels.attention_decode.decode_attention`."""
-    found: list[dict[str, Any]] = [{"span": s, "stages": stages} for s in (256, 512, 1024) for stages in (5, 6)]
+    found: list[dict[str, Any]] = [{"span": s, "stages": 5} for s in (64, 128, 256, 512, 1024)]
     found += [{"span": s, "stages": 5, "registers": 120} for s in (512, 1024)]
     return [*found, *({"span": 1024, "stages": s} for s in (2, 7)), {"rows": 64, "warps": 2, "stages": 3}]
-
-
-def fill_codes(codes: Tensor, scales: Tensor | None, mx: bool) -> None:
-    """Random numbers of ordinary size in place of what a quantizer would store."""
-    if scales is None:
-        codes.copy_(torch.randn(codes.shape, device=codes.device, dtype=torch.bfloat16))
-        return
-    codes.view(torch.uint8).random_(0, 256)
-    low, high = (124, 130) if mx else (70, 100)
-    scales.random_(low, high)

@@ -115,10 +115,20 @@ class Sizes:
         """All weights as they are kept."""
         return self.dense + self.embedding + self.experts
 
-    def step(self, batch: int, context: int) -> float:
-        """What a decode step of ``batch`` sequences with ``context`` tokens each has to read and write."""
-        hit = 1 - (1 - self.top_k / self.num_experts) ** batch
-        return self.dense + self.experts * hit + batch * (context * self.token + 2 * self.state)
+    def step(self, batch: int, context: int, hit: float | None = None) -> float:
+        """What a decode step of ``batch`` sequences with ``context`` tokens each has to read and write.
+
+        Args:
+            batch: sequences.
+            context: tokens of each.
+            hit: experts of a layer that are read; by default as many as uniform routing would hit on average.
+        """
+        share = (self.uniform(batch) if hit is None else hit) / self.num_experts
+        return self.dense + self.experts * share + batch * (context * self.token + 2 * self.state)
+
+    def uniform(self, tokens: int) -> float:
+        """Experts of a layer that ``tokens`` tokens are expected to hit if all are equally popular."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** tokens)
 
     def fits(self, budget: float, context: int) -> int:
         """Sequences of ``context`` tokens that a budget of bytes holds beside the weights; 0 if it holds none."""

@@ -284,7 +284,6 @@ def bench_train(
         rows: of each of them; 0 takes the shape's own.
         recompute: layers are recomputed in the backward pass; else forward and backward run as CUDA graphs.
     """
-    rate = _product_rate(bench)
     for name in shapes:
         shape = SHAPES[name]
         batch, length = (asked or own for asked, own in zip((sequences, rows), SIZES[name], strict=True))
@@ -293,7 +292,7 @@ def bench_train(
         case.prepare(arms)
         flops = step_flops(shape, MICRO_BATCHES * batch * length, length, 4 if recompute else 3)
         nbytes = step_bytes(shape)
-        bound_us = 1e6 * (flops / rate + nbytes / bench.bandwidth)
+        bound_us = 1e6 * (flops / bench.product_rate + nbytes / bench.bandwidth)
         for arm in arms:
             try:
                 with case.step(ARMS[arm]) as step:
@@ -330,13 +329,6 @@ def step_bytes(shape: Shape) -> float:
     layer = attention + shape.experts * (3 * shape.hidden * shape.inter + shape.hidden)
     parameters = shape.layers * layer + 2 * shape.hidden * shape.vocabulary
     return parameters * (18.0 * MICRO_BATCHES + 34.0)
-
-
-def _product_rate(bench: Bench) -> float:
-    """Operations a second of a large bfloat16 product."""
-    size = 8192 if bench.device.type == "cuda" else 1024
-    a, b = (torch.randn(size, size, device=bench.device).bfloat16() for _ in range(2))
-    return 2.0 * size**3 / bench.time([lambda: a @ b])
 
 
 def _measure(step: Callable[[], None], bench: Bench) -> tuple[float, int]:

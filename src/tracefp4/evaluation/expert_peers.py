@@ -9,7 +9,8 @@
     Hopper's registers and bfloat16 activations, SwiGLU within the first product.
 
 Both compute what :mod:`tracefp4.evaluation.bench_experts` calls the pair: without routing and without the weighted sum.
-Weights are random; what a peer makes of them is not checked here.
+Weights are random codes and scales, loaded as from a checkpoint. A layer knows what its rows should be
+(:mod:`tracefp4.evaluation.peer_check`), and the benchmark says how far off they are.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tracefp4.evaluation.peer_check import Packed, Way, clamped_swiglu, pair_in_float64, silu_gate
 
 Work = Callable[[], object]
 
@@ -29,8 +33,12 @@ Work = Callable[[], object]
 class Layer(Protocol):
     """The experts of one layer in a library's own form."""
 
-    def works(self, chosen: Tensor, x: Tensor) -> list[tuple[str, Work]]:
-        """Ways to compute the pair of tokens ``x (B, hidden)`` that chose ``chosen (B, top_k)``, by name."""
+    def works(self, chosen: Tensor, x: Tensor) -> list[Way]:
+        """Ways to compute the pair of tokens ``x (B, hidden)`` that chose ``chosen (B, top_k)``."""
+        ...
+
+    def expected(self, x: Tensor, way: Way) -> Tensor:
+        """What a way should return, float64 ``(rows, hidden)``."""
         ...
 
 
@@ -64,26 +72,41 @@ class Humming:
     inter: int
     device: torch.device
     layers: list[Any] = field(init=False)
+    packed: list[Packed] = field(init=False)
 
     def __post_init__(self) -> None:
         from humming.layer import HummingLayer  # type: ignore[import-not-found]
 
-        self.layers = []
+        self.layers, self.packed = [], []
         nvfp4 = {"dtype": "float4e2m1", "group_size": 16, "scale_dtype": "float8e4m3", "scale_2_type": "tensor"}
         for out, inner in ((2 * self.inter, self.hidden), (self.hidden, self.inter)):
             layer = HummingLayer(
                 shape_n=out, shape_k=inner, weight_config=dict(nvfp4), num_experts=self.experts,
                 torch_dtype=torch.bfloat16,
             ).to(self.device)  # fmt: skip
-            layer.load_from_unquantized(
-                torch.randn(self.experts, out, inner, device=self.device, dtype=torch.bfloat16) * 0.02
-            )
+            packed = Packed.random(self.experts, out, inner, self.device, mx=False)
+            tensors = {
+                "weight": packed.codes.view(torch.int32),
+                "weight_scale": packed.scales.view(torch.float8_e4m3fn),
+                "weight_scale_2": packed.factor,
+            }
+            layer.load_from_tensors(tensors)
             layer.transform()
             self.layers.append(layer)
+            self.packed.append(packed)
 
-    def works(self, chosen: Tensor, x: Tensor) -> list[tuple[str, Work]]:
-        """By an index of blocks, and in the order of experts."""
-        return [("indexed", self._indexed(chosen, x)), ("grouped_contiguous", self._grouped(chosen, x))]
+    def works(self, chosen: Tensor, x: Tensor) -> list[Way]:
+        """By an index of blocks, where rows are pairs in order, and in the order of experts."""
+        top_k, flat = chosen.shape[1], chosen.flatten()
+        pairs, order = torch.arange(len(flat), device=flat.device), flat.argsort(stable=True)
+        return [
+            Way("indexed", self._indexed(chosen, x), pairs // top_k, flat),
+            Way("grouped_contiguous", self._grouped(chosen, x, order), order // top_k, flat[order]),
+        ]
+
+    def expected(self, x: Tensor, way: Way) -> Tensor:
+        """See :class:`Layer`."""
+        return pair_in_float64(x, way, (self.packed[0], self.packed[1]), silu_gate)
 
     def _indexed(self, chosen: Tensor, x: Tensor) -> Work:
         from humming.tune import get_heuristics_config  # type: ignore[import-not-found]
@@ -101,10 +124,10 @@ class Humming:
         first, second = self.layers
         return lambda: second(gate(first(x, **launches[0])), **launches[1])
 
-    def _grouped(self, chosen: Tensor, x: Tensor) -> Work:
+    def _grouped(self, chosen: Tensor, x: Tensor, order: Tensor) -> Work:
         from tracefp4.kernels.gate import gate
 
-        tokens = chosen.flatten().argsort(stable=True) // chosen.shape[1]
+        tokens = order // chosen.shape[1]
         counts = chosen.flatten().bincount(minlength=self.experts)
         options = {
             "expert_layout": F.pad(counts.cumsum(0), (1, 0)),
@@ -140,6 +163,10 @@ def blocks_of_experts(chosen: Tensor, experts: int, block: int) -> tuple[Tensor,
     return pairs, owners, torch.tensor(total, dtype=torch.int32, device=flat.device)
 
 
+SWIGLU = (1.702, 7.0)
+"""Alpha and limit of the gate of gpt-oss."""
+
+
 @dataclass(slots=True)
 class TritonKernels:
     """MXFP4 experts of ``triton_kernels``."""
@@ -151,27 +178,28 @@ class TritonKernels:
     warps: int = 4
     """Of a program, which the layout of scales depends on."""
     weights: list[tuple[Any, Any]] = field(init=False)
+    packed: list[Packed] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.weights = [
-            self._weight(out, inner) for out, inner in ((2 * self.inter, self.hidden), (self.hidden, self.inter))
+        self.packed = [
+            Packed.random(self.experts, out, inner, self.device, mx=True)
+            for out, inner in ((2 * self.inter, self.hidden), (self.hidden, self.inter))
         ]
+        self.weights = [self._weight(packed.codes, packed.scales) for packed in self.packed]
 
-    def _weight(self, out: int, inner: int) -> tuple[Any, Any]:
+    def _weight(self, codes: Tensor, scales: Tensor) -> tuple[Any, Any]:
         """Codes and scales of ``(E, inner, out)``, swizzled, and the precision that names the scales."""
         from triton_kernels.matmul_ogs import PrecisionConfig  # type: ignore[import-not-found]
         from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor  # type: ignore[import-not-found]
         from triton_kernels.tensor_details import layout  # type: ignore[import-not-found]
 
-        codes = torch.empty(self.experts, out, inner // 2, dtype=torch.uint8, device=self.device).random_(0, 256)
-        scales = torch.empty(self.experts, out, inner // 32, dtype=torch.uint8, device=self.device).random_(118, 124)
         of_values, value_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
         of_scales, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=self.warps)
         value = convert_layout(wrap_torch_tensor(codes.transpose(1, 2), dtype=FP4), of_values, **value_options)
         scale = convert_layout(wrap_torch_tensor(scales.transpose(1, 2)), of_scales, **scale_options)
         return value, PrecisionConfig(weight_scale=scale)
 
-    def works(self, chosen: Tensor, x: Tensor) -> list[tuple[str, Work]]:
+    def works(self, chosen: Tensor, x: Tensor) -> list[Way]:
         """The two products, with SwiGLU in the first; rows stay in the order of experts."""
         from triton_kernels.matmul_ogs import FnSpecs, FusedActivation, matmul_ogs  # type: ignore[import-not-found]
         from triton_kernels.routing import routing  # type: ignore[import-not-found]
@@ -180,7 +208,7 @@ class TritonKernels:
         # Its routing chooses by itself, so it is given logits that make the choice.
         logits = torch.zeros(len(chosen), self.experts, dtype=torch.bfloat16, device=x.device).scatter_(1, chosen, 1.0)
         data, gathered, _ = routing(logits, chosen.shape[1])
-        swiglu = FusedActivation(FnSpecs("swiglu", swiglu_fn, ("alpha", "limit")), (1.702, 7.0), 2)
+        swiglu = FusedActivation(FnSpecs("swiglu", swiglu_fn, ("alpha", "limit")), SWIGLU, 2)
         (up, up_precision), (down, down_precision) = self.weights
 
         def pair() -> object:
@@ -189,7 +217,15 @@ class TritonKernels:
             )
             return matmul_ogs(h, down, None, data, precision_config=down_precision)
 
-        return [(f"layout of {self.warps} warps, SwiGLU fused", pair)]
+        # A token's experts come in ascending order there.
+        source = gathered.src_indx.long()
+        experts = chosen.sort(1)[0].flatten()[source]
+        return [Way(f"layout of {self.warps} warps, SwiGLU fused", pair, source // chosen.shape[1], experts)]
+
+    def expected(self, x: Tensor, way: Way) -> Tensor:
+        """See :class:`Layer`."""
+        gate = partial(clamped_swiglu, alpha=SWIGLU[0], limit=SWIGLU[1])
+        return pair_in_float64(x, way, (self.packed[0], self.packed[1]), gate)
 
 
 PEERS = {

@@ -4,7 +4,8 @@ An engine is expensive to build: its model is made and packed, its layers are co
 A plan only needs another record, a KV format another pool, and each of them, on a GPU, a captured graph of its own. So
 the engine is built once, and its site objects are given another record or pool while a step is captured or run.
 
-Pages hold whatever the pool was filled with, which changes no instruction.
+Tokens are random and all different, so that a step hits as many experts as one of a run, and pools are filled with
+ordinary numbers (:mod:`tracefp4.evaluation.fill`).
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import torch
 from tracefp4.core import Request, SamplingParams
 from tracefp4.errors import EngineError
 from tracefp4.evaluation.bench import wait_for
+from tracefp4.evaluation.fill import distinct_tokens, fill_pool
 from tracefp4.guidance.codec import CHUNK, chunks
 from tracefp4.guidance.frame import pending_rows
 from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.ring import Ring, parcel_bytes
 from tracefp4.guidance.sheaf import Sheaf
 from tracefp4.guidance.workers import side_by_side
 from tracefp4.rollout.admission import recorded_shapes
@@ -40,15 +43,15 @@ NAMELESS = "0" * 32
 
 
 def decode_rows(engine: EmbeddedEngine, batch: int, context: int) -> list[DecodeRow]:
-    """Rows of ``batch`` sequences of ``context`` tokens, each with pages and a state row of its own."""
-    width = engine.pages.pages_for(context)
+    """Rows of ``batch`` sequences of ``context`` tokens, each with pages, a state row and a token of its own."""
+    width, tokens = engine.pages.pages_for(context), distinct_tokens(batch, engine._vocabulary)
     sampling = SamplingParams(max_new_tokens=1, seed=0)
     rows = []
     for i in range(batch):
         sequence = Generated(Request(str(i), (1,), 1, sampling), 0, i, i, False)
         sequence.ticket = 1
         sequence.state_row = i if engine.states.needed else None
-        rows.append(DecodeRow(17 + i % 64, context - 1, list(range(i * width, (i + 1) * width)), sequence))
+        rows.append(DecodeRow(tokens[i], context - 1, list(range(i * width, (i + 1) * width)), sequence))
     return rows
 
 
@@ -97,6 +100,15 @@ class Step:
             launch()
             return [_host_seconds(launch) for _ in range(repeats)]
 
+    def hit_experts(self) -> float | None:
+        """Experts of a layer that some sequence of the last step chose, mean over layers; ``None`` without experts."""
+        routes, size = self.capture.routes, self.engine.pages.page_size
+        if routes is None:
+            return None
+        slots = [row.pages[row.position // size] * size + row.position % size for row in self.rows]
+        chosen = routes[torch.tensor(slots, device=routes.device)].cpu()
+        return sum(len(layer.unique()) for layer in chosen.unbind(1)) / chosen.shape[1]
+
 
 class Steps:
     """Steps of ``batch`` sequences, and what a step owes to the end of its sequences. Nothing may be in flight.
@@ -137,6 +149,7 @@ class Steps:
             spec = replace(engine.spec, name=f"{engine.spec.name}/dense-kv", kv=None)
             dtype = engine.model.get_input_embeddings().weight.dtype  # type: ignore[operator]
             pool = KVPool(engine.layout, spec, self._slots, dtype, engine.device)
+            fill_pool(pool)
         graphs = runner.graphs
         if graphs is not None:
             experts = 0 if runner.sites.experts_by_kernel else engine.layout.num_experts
@@ -169,9 +182,10 @@ class Steps:
         sheaf = self._gather(self.record(plan), plan)
         rows, starts = self.context, range(0, self._gathered, chunks(self.context) * CHUNK)
         about = {"token_hash": NAMELESS, "numerics_hash": self.engine.spec.hash, "weight_version": 0}
+        ring = Ring(parcel_bytes(sheaf.tensors), self.engine.device)
 
         def work() -> None:
-            there = sheaf.cpu()
+            there = sheaf.sent(ring.send(sheaf.tensors))
             side_by_side([pending_rows(there, start, rows, **about).take for start in starts])
 
         return self._of_a_step(work, repeats)

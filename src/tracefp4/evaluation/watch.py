@@ -51,7 +51,8 @@ class Watch:
     waited: float = 0.0
     """The host, for results of decode steps."""
     gathered: float = 0.0
-    """Taking what was recorded of sequences that ended; copies may be under way when it returns."""
+    """Taking what was recorded of sequences that ended: launching it, and handing out what has arrived; in the end also
+    waiting for the last copies."""
     landed: float = 0.0
     """When the last result had arrived, on the clock of the launches."""
 
@@ -111,7 +112,7 @@ class _WatchedFlight(Flight):
 def watched(engine: EmbeddedEngine) -> Iterator[Watch]:
     """Watch what ``engine`` does meanwhile. Nothing may be in flight at either end."""
     watch, loop, runner, harvester = Watch(), engine._loop, engine._runner, engine._harvester
-    begin, launch, collect = loop.begin, runner.launch, harvester.collect
+    begin, launch, gather, take = loop.begin, runner.launch, harvester.gather, harvester.take
 
     def timed_begin() -> None:
         start = time.perf_counter()
@@ -123,14 +124,19 @@ def watched(engine: EmbeddedEngine) -> Iterator[Watch]:
         made = launch(sequences, before)
         return _WatchedFlight(made.sequences, made.tokens, made.truncate, made.top, made.rows, made.arrival, watch)
 
-    def timed_collect(sequences: Items[Sequence], weight_version: int) -> list[Harvested]:
+    def timed_gather(sequences: Items[Sequence], weight_version: int) -> None:
         start = time.perf_counter()
-        found = collect(sequences, weight_version)
+        gather(sequences, weight_version)
+        watch.gathered += time.perf_counter() - start
+
+    def timed_take(*, wait: bool) -> list[tuple[Sequence, Harvested]]:
+        start = time.perf_counter()
+        found = take(wait=wait)
         watch.gathered += time.perf_counter() - start
         return found
 
-    loop.begin, runner.launch, harvester.collect = timed_begin, timed_launch, timed_collect
+    loop.begin, runner.launch, harvester.gather, harvester.take = timed_begin, timed_launch, timed_gather, timed_take
     try:
         yield watch
     finally:
-        del loop.begin, runner.launch, harvester.collect  # the classes' own again
+        del loop.begin, runner.launch, harvester.gather, harvester.take  # the classes' own again

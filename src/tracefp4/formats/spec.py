@@ -35,6 +35,8 @@ _SPECS = {
     "nvfp4-w4a16-kv4": ("nvfp4", None, "nvfp4"),
     "mxfp4-w4a8-kv4": ("mxfp4", "mxfp8", "mxfp4"),
     "mxfp4-w4a4-kv4": ("mxfp4", "mxfp4", "mxfp4"),
+    "mxfp4-w4a16": ("mxfp4", None, None),
+    "mxfp4-w4a16-kv4": ("mxfp4", None, "mxfp4"),
     "bf16": (None, None, None),
 }
 

@@ -119,6 +119,32 @@ def round_gated(
     return Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode, packed)
 
 
+def round_normed(
+    x: Tensor,
+    added: Tensor,
+    weight: Tensor,
+    eps: float,
+    numerics: Numerics,
+    bits: int = 0,
+    *,
+    offset: bool = False,
+    place: Place | None = None,
+) -> tuple[Tensor, Tensor, Rounding] | None:
+    """``x + added``, its norm, and :func:`round_nearest` of that; ``None`` where there is no kernel for it.
+
+    Arguments are those of :func:`tracefp4.kernels.enter.enter`, which has the formulas.
+    """
+    if not has_kernel(x, numerics):
+        return None
+    from tracefp4.kernels import enter
+
+    if not enter.fits(x, added, weight):
+        return None
+    hidden, normed, out = enter.enter(x, added, weight, eps, rules(numerics), bits, offset=offset, place=place)
+    rounding = Rounding(out.operand, None, out.planes, out.scales, out.global_scale, numerics, out.decode)
+    return hidden, normed, rounding
+
+
 def round_compensated(
     x: Tensor, numerics: Numerics, share: float, bits: int = 0, *, place: Place | None = None
 ) -> Rounding:

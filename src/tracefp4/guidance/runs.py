@@ -59,10 +59,16 @@ class SiteRuns(Mapping[Site, SiteRecord]):
         return cls(table, tuple(parts), bits)
 
     def settled(self) -> SiteRuns:
-        """The same without checks of codes, once a trainer has given every record its bits; those are copied."""
+        """The same without checks of codes, once a trainer has given every record its bits.
+
+        Bits are copied run by run, and each record here then has the copy, so that no more than a run is there twice.
+        """
         parts = []
         for run, part in zip(self.table.runs, self.parts, strict=True):
-            planes = torch.stack([self[shape.site].planes for shape in self.table.of(run)])
+            records = [self[shape.site] for shape in self.table.of(run)]
+            planes = torch.stack([record.planes for record in records])
+            for record, own in zip(records, planes.unbind(0), strict=True):
+                record.planes = own
             parts.append(part._replace(planes=planes, code_checks=None))
         return SiteRuns(self.table, tuple(parts), self.scale_bits)
 

@@ -2,15 +2,15 @@
 
 Sequences that end together are gathered together, one after the other. A *sheaf* holds all their rows the way a frame
 holds those of one sequence: it is the body of a frame (:mod:`tracefp4.guidance.layout`) that nobody sends. So it leaves
-the device in one copy, and a frame is cut out of it run by run, not site by site. Bits that a checked plan does not
-send lie beside it, and are handed out row by row.
+the device in one copy (:mod:`tracefp4.guidance.ring`), and a frame is cut out of it run by run, not site by site. Bits
+that a checked plan does not send lie beside it, and are handed out row by row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,42 +21,55 @@ from tracefp4.errors import GuidanceError
 from tracefp4.guidance.codec import CHUNK, code_checks, pack_scales, scale_checks
 from tracefp4.guidance.layout import Layout, Parts, SiteTable, make_layout, places_of
 from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.ring import Parcel
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Sheaf:
     """Rows of several sequences. Each starts at a multiple of 16, so that checks never span two of them."""
 
     layout: Layout
     """Of ``R`` rows, without routes."""
-    data: Tensor
-    """uint8 ``(layout.size,)``."""
-    valid: Tensor
-    """bool ``(R,)``: the row was recorded; on the device of ``data``."""
+    parcel: Parcel
+    """Its tensors, see :attr:`tensors`; further ones may have travelled with them."""
     parts: tuple[Parts, ...]
-    """Views of ``data``, one for each run of the table."""
-    kept: tuple[Tensor, ...] = ()
-    """Under a checked plan, for each run, what is not sent: planes uint8 ``(L, R, vectors, bits * width / 8)``."""
-    arrival: torch.Event | None = None
-    """What a host must wait for before it reads ``data``; see :meth:`arrays`."""
-    _arrays: tuple[np.ndarray, np.ndarray] | None = None
-    _kept_arrays: tuple[np.ndarray, ...] = ()
+    """Views of ``data``, one for each run of the table; none of a sheaf that was sent, to which nobody writes."""
 
     @classmethod
     def new(cls, plan: Plan, table: SiteTable, valid: Tensor) -> Sheaf:
         """A sheaf without content, on the device of ``valid (R,)``."""
         layout = make_layout(plan, table, valid.numel(), None)
         bytes_of = partial(torch.empty, dtype=torch.uint8, device=valid.device)
-        kept = []
+        kept, data = [], bytes_of(layout.size)
         for run in table.runs if plan.checked else ():
             shape = table.shapes[run.sites[0]]
             kept.append(bytes_of(len(run.sites), layout.rows, shape.vectors, plan.bits * shape.width // 8))
-        return cls.of(layout, bytes_of(layout.size), valid, tuple(kept))
+        return cls(layout, Parcel((data, valid, *kept)), tuple(layout.parts(data, 0, run) for run in table.runs))
 
-    @classmethod
-    def of(cls, layout: Layout, data: Tensor, valid: Tensor, kept: tuple[Tensor, ...] = ()) -> Sheaf:
-        """A sheaf over existing bytes."""
-        return cls(layout, data, valid, tuple(layout.parts(data, 0, run) for run in layout.table.runs), kept)
+    def sent(self, parcel: Parcel) -> Sheaf:
+        """The same sheaf on the host, whose :attr:`tensors` came as the first of ``parcel``."""
+        return Sheaf(self.layout, parcel, ())
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """``data``, ``valid`` and ``kept``, once they have arrived."""
+        count = 2 + (len(self.layout.table.runs) if self.layout.plan.checked else 0)
+        return self.parcel.open()[:count]
+
+    @property
+    def data(self) -> Tensor:
+        """The body, uint8 ``(layout.size,)``."""
+        return self.tensors[0]
+
+    @property
+    def valid(self) -> Tensor:
+        """Which rows were recorded, bool ``(R,)``; on the device of ``data``."""
+        return self.tensors[1]
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """Under a checked plan, for each run, what is not sent: planes uint8 ``(L, R, vectors, bits * width / 8)``."""
+        return self.tensors[2:]
 
     def put(self, index: int, first: int, planes: Tensor, scales: Tensor, global_scale: Tensor | None) -> None:
         """Write outcomes of ``n`` sites of a run.
@@ -81,29 +94,6 @@ class Sheaf:
         if target.checks is not None:
             target.checks[span].copy_(scale_checks(scales.flatten(2), self.valid))
 
-    def cpu(self) -> Sheaf:
-        """The same sheaf on the host: one copy of the outcomes, one of what is valid.
-
-        From a GPU the outcomes travel on a stream of their own, into pinned memory, while the engine goes on.
-        """
-        if self.data.device.type == "cpu":
-            return self
-        own = (self.data, *self.kept)
-        if self.data.device.type != "cuda":
-            data, *kept = (part.cpu() for part in own)
-            return Sheaf.of(self.layout, data, self.valid.cpu(), tuple(kept))
-        stream = _stream(self.data.device)
-        stream.wait_stream(torch.cuda.current_stream(self.data.device))
-        with torch.cuda.stream(stream):
-            data, *kept = (torch.empty(part.shape, dtype=torch.uint8, pin_memory=True) for part in own)
-            for target, part in zip((data, *kept), own, strict=True):
-                target.copy_(part, non_blocking=True)
-                part.record_stream(stream)
-            arrival = stream.record_event()
-        there = Sheaf.of(self.layout, data, self.valid.cpu(), tuple(kept))
-        there.arrival = arrival
-        return there
-
     def pull(self, site: Site, wanted: Sequence[tuple[tuple[int, int], np.ndarray]]) -> list[np.ndarray]:
         """Bits of rows of several sequences; a :data:`~tracefp4.guidance.store.Pull` of a checked plan's sheaf.
 
@@ -118,27 +108,22 @@ class Sheaf:
         Raises:
             GuidanceError: a row outside of the sequence, or a site that the sheaf lacks.
         """
-        self.arrays()  # they have arrived
-        if not self._kept_arrays:
-            self._kept_arrays = tuple(part.numpy() for part in self.kept)
-        place = places_of(self.layout.table).get(site) if self.kept else None
+        kept = self.kept
+        place = places_of(self.layout.table).get(site) if kept else None
         if place is None:
             raise GuidanceError(f"no bits of site {site} were kept under plan {str(self.layout.plan)!r}")
         index, position = place
-        kept, found = self._kept_arrays[index][position], []
+        bits, found = kept[index][position].numpy(), []
         for (start, count), rows in wanted:
             if len(rows) and not 0 <= rows[0] <= rows[-1] < count:
                 raise GuidanceError(f"rows {rows[0]} to {rows[-1]} were asked for of a sequence of {count} rows")
-            found.append(kept[start : start + count].take(rows, axis=0))
+            found.append(bits[start : start + count].take(rows, axis=0))
         return found
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """``data`` and ``valid`` of a sheaf on the host; waits until they have arrived."""
-        if self._arrays is None:
-            if self.arrival is not None:
-                self.arrival.synchronize()
-            self._arrays = self.data.numpy(), self.valid.numpy()
-        return self._arrays
+        data, valid, *_ = self.tensors
+        return data.numpy(), valid.numpy()
 
     def check_rows(self, start: int, rows: int) -> None:
         """Refuse a sequence that is not within the sheaf, or starts within a chunk of the checks.
@@ -151,9 +136,3 @@ class Sheaf:
                 f"a sequence of {rows} rows from {start} on is not in a sheaf of {self.layout.rows} rows, where "
                 f"sequences start at multiples of {CHUNK}"
             )
-
-
-@lru_cache(maxsize=16)
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which sheaves leave a GPU."""
-    return torch.cuda.Stream(device)

@@ -10,9 +10,9 @@ short::
 
 A multiprocessor holds sixteen such programs, which never wait for each other: while one waits for memory or for its
 tensor core, the others widen. (With four warps a program, the barriers between the warps took two thirds of the time.)
-A second kernel adds the splits of a head up in their order. The length of a split does not depend on the batch, and no
-atomic addition is involved, so a sequence's result is the same bits in every batch. Where block tables have room for
-one split alone, its program writes the finished result, with the same roundings as the sum of that split alone.
+A second kernel adds the splits of a head up, 16 or 32 at a time. The length of a split does not depend on the batch,
+and no atomic addition is involved, so a sequence's result is the same bits in every batch. Where block tables have room
+for one split alone, its program writes the finished result, with the same roundings as the sum of that split alone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from tracefp4.kernels.words import NVFP4_SHIFT, chunk_scales, operands
 
 PLACES = 2**31
 """Places that an int32 tells apart."""
+LOWEST = tl.constexpr(-3e38)
+"""A finite number below all logits: what nobody has attended to counts 0 beside it, and not a NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,18 @@ def split_for(batch: int, kv: PagedKV) -> int:
     """Tokens of a split for an engine that decodes at most ``batch`` sequences at once from such a pool.
 
     Long splits write less that has to be added up; short ones give a small batch enough programs. What decides is the
-    largest batch of an engine, not the present one, so that a sequence is the same bits in every batch.
+    largest batch of an engine and the size of its pool, not the present batch, so that a sequence is the same bits in
+    every batch.
     """
     if batch >= 32:
         return 1024
     # Measured on an H200, 16 sequences of 8K with 256, 512 and 1024: BF16 77.4, 74.1, 68.7 us; NVFP4 38.4, 34.4, 37.7;
     # MXFP4 44.4, 49.4, 69.6.
-    if batch < 16 or kv.mx:
+    if batch < 16:
+        # A warp takes some 2 us for 32 tokens, so a pool that is small beside the GPU is cut into more programs.
+        full = len(kv.codes) * kv.heads
+        return next((span for span in (64, 128) if full <= 1024 * span), 256)
+    if kv.mx:
         return 256
     return 1024 if kv.scales is None else 512
 
@@ -189,32 +196,30 @@ def _combine(
     part_ptr, top_ptr, sum_ptr, sinks_ptr, out_ptr, splits, heads, shift,
     D: tl.constexpr, SINKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Add the splits of one query head up, in their order, ``TOGETHER`` of them loaded at once."""
+    """Add the splits of one query head up, ``TOGETHER`` of them at once.
+
+    Which splits are added with which depends on their number in the sequence alone, never on how many there are: those
+    that have no token add a zero.
+    """
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, D)
     top, total, out = float("-inf"), 0.0, tl.zeros((D,), tl.float32)
     if SINKS:
         top = tl.load(sinks_ptr + row % heads).to(tl.float32) * LOG2E
         total = 1.0
     for first in range(0, splits, TOGETHER):
-        # Loads before arithmetic: each waits as long as many. Splits without tokens were not written.
-        tops, sums, parts = (), (), ()
-        for i in tl.static_range(TOGETHER):
-            # Past the end the last split again, which counts nothing.
-            place = row * splits + tl.minimum(first + i, splits - 1)
-            tops = tops + (tl.where(first + i < splits, tl.load(top_ptr + place), float("-inf")),)
-            sums = sums + (tl.load(sum_ptr + place),)
-        for i in tl.static_range(TOGETHER):
-            written = tl.zeros((D,), tl.float32) + tops[i] > float("-inf")
-            parts = parts + (tl.load(part_ptr + (row * splits + first + i) * D + column, mask=written, other=0.0),)
-        for i in tl.static_range(TOGETHER):
-            here = tops[i]
-            live = here > float("-inf")
-            higher = tl.where(live, tl.maximum(top, here), top)
-            keep = tl.where(live, tl.exp2(top - higher), 1.0)
-            add = tl.where(live, tl.exp2(here - higher), 0.0)
-            total = total * keep + rounded_product(sums[i], add)
-            out = out * keep + parts[i] * add
-            top = higher
+        split = first + tl.arange(0, TOGETHER)
+        place = row * splits + split
+        tops = tl.load(top_ptr + place, mask=split < splits, other=float("-inf"))
+        live = tops > float("-inf")
+        sums = tl.load(sum_ptr + place, mask=live, other=0.0)
+        mask = tl.broadcast_to(live[:, None], (TOGETHER, D))
+        parts = tl.load(part_ptr + place[:, None] * D + column[None, :], mask=mask, other=0.0)
+        higher = tl.maximum(tl.maximum(top, tl.max(tops, axis=0)), LOWEST)
+        add = tl.exp2(tops - higher)
+        keep = tl.exp2(top - higher)
+        total = rounded_product(total, keep) + tl.sum(rounded_product(sums, add), axis=0)
+        out = out * keep + tl.sum(parts * add[:, None], axis=0)
+        top = higher
     tl.store(out_ptr + row * D + column, narrow(out * shift / total, out_ptr.dtype.element_ty))
 
 
@@ -290,8 +295,9 @@ def decode_attention(
         NARROW=narrow_places(kv), num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     if not alone:
+        together = 16 if span > 128 else 32  # the order of additions may depend on nothing that changes with the batch
         _combine[(batch * heads,)](
             part, top, total, added, out, splits, heads, kv.shift,
-            D=width, SINKS=sinks is not None, TOGETHER=16, num_warps=max(1, width // 64),
+            D=width, SINKS=sinks is not None, TOGETHER=together, num_warps=width * together // 1024,
         )  # fmt: skip
     return out

@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.sizes import cdiv, next_power_of_2
+from tracefp4.kernels.sizes import COMPARED_TOGETHER, cdiv, next_power_of_2
 
-TOGETHER = 8
-"""Sites that one launch compares, a number that the signature of its kernel knows."""
 _TOKENS = tl.constexpr(16)
 """Tokens of a program, and of a chunk of scales."""
+# Pointers of as many sites as one launch compares.
 _SITES = ["x0_ptr", "x1_ptr", "x2_ptr", "x3_ptr", "x4_ptr", "x5_ptr", "x6_ptr", "x7_ptr"]
 _EXPECTED = ["e0_ptr", "e1_ptr", "e2_ptr", "e3_ptr", "e4_ptr", "e5_ptr", "e6_ptr", "e7_ptr"]
 
@@ -130,12 +129,12 @@ def count(totals: Tensor, data: Sequence[Tensor], valid: Tensor, keys: Tensor, e
         keys: as for :func:`checks`.
         expected: for each of ``data`` int32 ``(B, ceil(T / 16))``, contiguous.
     """
-    for first in range(0, len(data), TOGETHER):
-        some, theirs = list(data[first : first + TOGETHER]), list(expected[first : first + TOGETHER])
+    for first in range(0, len(data), COMPARED_TOGETHER):
+        some, theirs = (list(given[first : first + COMPARED_TOGETHER]) for given in (data, expected))
         batch, rows, size = some[0].shape
         if not some[0].numel():
             return
-        rest = TOGETHER - len(some)
+        rest = COMPARED_TOGETHER - len(some)
         _count[(batch, cdiv(rows, _TOKENS.value), len(some))](
             *some, *some[:1] * rest, *theirs, *theirs[:1] * rest, valid, keys, totals, rows, size, keys.shape[1],
             **_options(keys.shape[1], some),

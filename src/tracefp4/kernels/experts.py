@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.elements import narrow, product
+from tracefp4.kernels.elements import narrow, product, widen
 from tracefp4.kernels.routing import Route
 from tracefp4.kernels.runtime import warp_groups
 from tracefp4.kernels.sizes import cdiv
@@ -180,7 +180,9 @@ def _grouped(
 
 
 @triton.jit
-def _weighted_sum(rows_ptr, weights_ptr, out_ptr, width, TOP_K: tl.constexpr, TILE: tl.constexpr):
+def _weighted_sum(
+    rows_ptr, weights_ptr, added_ptr, out_ptr, width, TOP_K: tl.constexpr, TILE: tl.constexpr, ADDED: tl.constexpr
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < width
@@ -188,7 +190,11 @@ def _weighted_sum(rows_ptr, weights_ptr, out_ptr, width, TOP_K: tl.constexpr, TI
     for slot in tl.static_range(TOP_K):
         part = tl.load(rows_ptr + (token * TOP_K + slot) * width + column, mask=mask, other=0.0)
         total += part.to(tl.float32) * tl.load(weights_ptr + token * TOP_K + slot).to(tl.float32)
-    tl.store(out_ptr + token * width + column, narrow(total, out_ptr.dtype.element_ty), mask=mask)
+    out = narrow(total, out_ptr.dtype.element_ty)
+    if ADDED:
+        added = tl.load(added_ptr + token * width + column, mask=mask, other=0.0)
+        out = narrow(widen(out) + widen(added), out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * width + column, out, mask=mask)
 
 
 def tile_rows(pairs: int, experts: int) -> int:
@@ -295,12 +301,16 @@ def grouped_linear(
     return out
 
 
-def weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
-    """Sum over slots of ``weights[t, slot] * rows[t K + slot]`` in float32 and slot order, rounded once; ``(T, N)``."""
+def weighted_sum(rows: Tensor, weights: Tensor, added: Tensor | None = None) -> Tensor:
+    """Sum over slots of ``weights[t, slot] * rows[t K + slot]`` in float32 and slot order, rounded once; ``(T, N)``.
+
+    ``added (T, N)``, contiguous and of the dtype of ``rows``, is added to that and the sum rounded again.
+    """
     tokens, top_k = weights.shape
     out = torch.empty(tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
     grid = (tokens, cdiv(rows.shape[1], 1024))
     _weighted_sum[grid](
-        rows, weights.contiguous(), out, rows.shape[1], TOP_K=top_k, TILE=1024, enable_fp_fusion=False
+        rows, weights.contiguous(), out if added is None else added, out, rows.shape[1],
+        TOP_K=top_k, TILE=1024, ADDED=added is not None, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -213,7 +213,7 @@ def quantize_guided(
         TILE=tile, GATED=gated, JOINED=joined, ORDERED=rows is not None, PARTIAL=valid is not None,
         SCALE_BITS=scale_bits, BITS=bits, KEPT=kept,
         CODES=codes, PACKED=packed, OPERAND=operand, VALUES=values is not None,
-        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1], 16 if gated else 32),
+        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1], costly=gated),
         enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -4,10 +4,11 @@ A program takes one vector (one head's K or V of one token), rounds it to neares
 scale, arranges its codes in words and writes words and scale bytes to the token's slot. Programs of K and of V share a
 launch.
 
-A decode step has more to do before it may attend: queries and keys are normalised (in some models) and turned by the
-angles of their position (RoPE). :func:`append_heads` does that in the same launch, from the rows of a joined product,
-with the roundings of the eager code: after the norm and after its weight, both products of the rotation and their sum.
-Programs of queries take several heads and write what attention reads.
+A layer has more to do before it may attend: queries and keys are normalised (in some models) and turned by the angles
+of their position (RoPE), whole or in their first values. :func:`append_heads` does that in the same launch, from
+projected rows wherever they lie, with the roundings of the eager code: after the norm and after its weight, both
+products of the rotation and their sum. Only the squares of a norm are added up in an order of its own. Programs of
+queries take several heads and write what attention reads.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ _ROWS = 4
 
 @triton.jit
 def _turned(
-    row_ptr, mask, cos_ptr, sin_ptr, weight_ptr, eps, ROWS: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr
+    row_ptr, mask, cos_ptr, sin_ptr, weight_ptr, eps, ROWS: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr,
+    NORM: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
-    """Vectors of one token at ``row_ptr (ROWS,)``, normalised and turned, ``(ROWS, D)``."""
+    """Vectors of one token at ``row_ptr (ROWS,)``, normalised, their first ``TURNED`` values turned, ``(ROWS, D)``."""
     column = tl.arange(0, D)
-    low = column < D // 2
-    swapped = tl.where(low, column + D // 2, column - D // 2)
+    low = column < TURNED // 2
+    swapped = tl.where(low, column + TURNED // 2, column - TURNED // 2)
     live = tl.broadcast_to(mask[:, None], (ROWS, D))
     x = tl.load(row_ptr[:, None] + column[None, :], mask=live, other=0.0)
     y = tl.load(row_ptr[:, None] + swapped[None, :], mask=live, other=0.0)
@@ -46,18 +48,21 @@ def _turned(
     if NORM:
         wide = widen(x)
         inverse = inverse_of(tl.sum(wide * wide, axis=1), D, eps)[:, None]
-        x = normalised(wide, inverse, tl.load(weight_ptr + column)[None, :], kind)
-        y = normalised(widen(y), inverse, tl.load(weight_ptr + swapped)[None, :], kind)
-    cos, sin = widen(tl.load(cos_ptr + column))[None, :], widen(tl.load(sin_ptr + column))[None, :]
+        x = normalised(wide, inverse, tl.load(weight_ptr + column)[None, :], kind, ADDED)
+        y = normalised(widen(y), inverse, tl.load(weight_ptr + swapped)[None, :], kind, ADDED)
+    # Beyond the angles there is nothing to read, and nothing to turn.
+    cos = widen(tl.load(cos_ptr + column, mask=column < TURNED if TURNED < D else None))[None, :]
+    sin = widen(tl.load(sin_ptr + column, mask=column < TURNED if TURNED < D else None))[None, :]
     other = tl.where(low[None, :], -widen(y), widen(y))
-    return narrow(widen(narrow(widen(x) * cos, kind)) + widen(narrow(other * sin, kind)), kind)
+    turned = narrow(widen(narrow(widen(x) * cos, kind)) + widen(narrow(other * sin, kind)), kind)
+    return tl.where((column < TURNED)[None, :], turned, x) if TURNED < D else turned
 
 
 @triton.jit
 def _append(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, slots_ptr, codes_ptr, scales_ptr, out_ptr,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, turn_stride, code_stride, scale_stride,
-    eps, QUERIES: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
+    eps, QUERIES: tl.constexpr, ROWS: tl.constexpr, TURNED: tl.constexpr, NORM: tl.constexpr, ADDED: tl.constexpr,
     HEADS: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr,
     BLOCK: tl.constexpr, EIGHT: tl.constexpr, E8M0: tl.constexpr, TIES: tl.constexpr, NEGATIVE_ZERO: tl.constexpr,
     SCALE_RULE: tl.constexpr, SCALE_FLOOR: tl.constexpr, FLOOR_BYTE: tl.constexpr, ZERO_BYTE: tl.constexpr,
@@ -76,7 +81,8 @@ def _append(
         elif QUERIES:
             row = k_ptr + token * k_stride + head * k_head_stride + tl.arange(0, 1)
             whole = tl.arange(0, 1) == 0
-            raw = tl.reshape(_turned(row, whole, cos_ptr, sin_ptr, k_weight_ptr, eps, 1, D, NORM), (D,))
+            turned = _turned(row, whole, cos_ptr, sin_ptr, k_weight_ptr, eps, 1, D, TURNED, NORM, ADDED)
+            raw = tl.reshape(turned, (D,))
         else:
             raw = tl.load(k_ptr + token * k_stride + head * k_head_stride + column)
         slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -88,7 +94,7 @@ def _append(
         query = (place - 2 * HEADS) * ROWS + tl.arange(0, ROWS)
         live = query < QUERIES
         queries = q_ptr + token * q_stride + query * q_head_stride
-        turned = _turned(queries, live, cos_ptr, sin_ptr, q_weight_ptr, eps, ROWS, D, NORM)
+        turned = _turned(queries, live, cos_ptr, sin_ptr, q_weight_ptr, eps, ROWS, D, TURNED, NORM, ADDED)
         at = out_ptr + (token * QUERIES + query)[:, None] * D + tl.arange(0, D)[None, :]
         tl.store(at, turned, mask=tl.broadcast_to(live[:, None], (ROWS, D)))
 
@@ -140,20 +146,21 @@ def append_heads(
     rules: Rules | None,
     slots: Tensor,
     turn: tuple[Tensor, Tensor],
-    norms: tuple[Tensor, Tensor, float] | None,
+    norms: tuple[Tensor, Tensor, float, bool] | None,
 ) -> Tensor:
     """:func:`append`, after queries and keys were normalised and turned.
 
     Args:
-        q: ``(T, Hq, D)`` as it was projected, in the dtype of ``k``.
+        q: ``(T, Hq, D)`` as it was projected, in the dtype of ``k``; heads may lie apart, as beside their gates.
         k: ``(T, heads, D)`` likewise.
         v: ``(T, heads, D)``.
         kv: see :func:`append`.
         rules: see :func:`append`.
         slots: see :func:`append`.
-        turn: cosines and sines of each token's angles, each ``(T, D)`` or ``(1, D)`` in the dtype of ``k``.
-        norms: weights ``(D,)`` of queries and keys in the dtype of ``k`` and the epsilon, of
-            :func:`tracefp4.kernels.norm.norm`; ``None`` for none.
+        turn: cosines and sines of each token's angles, each ``(T, R)`` or ``(1, R)`` in the dtype of ``k``: the first
+            ``R`` values of a head are turned, an even number, ``D`` at most.
+        norms: weights ``(D,)`` of queries and keys in the dtype of ``k``, the epsilon, and whether 1 is added to
+            weights (:func:`tracefp4.kernels.norm.normalised`); ``None`` for none.
 
     Returns:
         Queries ``(T, Hq, D)``, contiguous.
@@ -165,7 +172,7 @@ def append_heads(
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, rules: Rules | None, slots: Tensor,
-    turn: tuple[Tensor, Tensor] | None, norms: tuple[Tensor, Tensor, float] | None, out: Tensor,
+    turn: tuple[Tensor, Tensor] | None, norms: tuple[Tensor, Tensor, float, bool] | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Without ``turn`` there are no queries."""
     tokens, heads, width = k.shape
@@ -173,7 +180,7 @@ def _launch(
         return
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     cos, sin = (k, k) if turn is None else (x.contiguous() for x in turn)
-    q_weight, k_weight, eps = (k, k, 0.0) if norms is None else norms
+    q_weight, k_weight, eps, added = (k, k, 0.0, False) if norms is None else norms
     queries = 0 if turn is None else q.shape[1]
     rows = min(_ROWS, next_power_of_2(max(queries, 1)))
     constants = (rules or _PLAIN).constants()
@@ -182,8 +189,8 @@ def _launch(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         0 if turn is None or cos.shape[0] == 1 else cos.stride(0), kv.codes.stride(0),
         0 if kv.scales is None else kv.scales.stride(0), eps,
-        QUERIES=queries, ROWS=rows, NORM=norms is not None, HEADS=heads, D=width, FP4=kv.scales is not None,
-        **constants, num_warps=1, enable_fp_fusion=False,
+        QUERIES=queries, ROWS=rows, TURNED=width if turn is None else cos.shape[1], NORM=norms is not None, ADDED=added,
+        HEADS=heads, D=width, FP4=kv.scales is not None, **constants, num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -34,9 +34,15 @@ def inverse_of(squares, width, eps):
 
 
 @triton.jit
-def normalised(wide, inverse, weight, kind: tl.constexpr):
-    """Values ``wide`` float32 times a row's factor and the weight, rounded to ``kind`` after each."""
-    return narrow(widen(narrow(wide * inverse, kind)) * widen(weight), kind)
+def normalised(wide, inverse, weight, kind: tl.constexpr, ADDED: tl.constexpr = False):
+    """Values ``wide`` float32 times a row's factor and the weight, rounded to ``kind`` after each.
+
+    ``ADDED``: times ``1 + weight`` in float32 instead, and rounded once, as Qwen3-Next and Qwen3.5 have it.
+    """
+    if ADDED:
+        return narrow(wide * inverse * (1.0 + widen(weight)), kind)
+    else:
+        return narrow(widen(narrow(wide * inverse, kind)) * widen(weight), kind)
 
 
 @triton.jit

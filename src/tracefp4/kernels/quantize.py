@@ -306,7 +306,7 @@ def quantize(
         TILE=tile, GATED=gated, GIVEN=given, DECODE=out.decode is not None, CODES=codes, PACKED=packed,
         OPERAND=out.operand is not None, VALUES=values is not None, BITS=bits,
         VECTORS=0 if place is None else place.vectors,
-        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1], 16 if gated else 32),
+        **rules.constants(), num_warps=warps_of(tile * rules.block, grid[0] * grid[1], costly=gated),
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -326,13 +326,15 @@ def tile_of(width: int, rules: Rules, given: bool = False) -> int:
     return whole if rules.scope == "token" and not given else min(whole, _PIECE // rules.block)
 
 
-def warps_of(values: int, programs: int = _WARPS, each: int = 32) -> int:
+def warps_of(values: int, programs: int = _WARPS, *, costly: bool = False) -> int:
     """Warps for a tile; one at least, sixteen at most.
 
-    ``each`` values a thread, so that scales weigh little, if there are ``programs`` enough. A gate needs more registers
-    for each, and half as many values then leave room for warps that hide each other's loads. With fewer programs, as in
-    a decode step, a thread's length decides: as many warps as the GPU has room for, down to 8 values a thread, a load.
+    32 values a thread, so that scales weigh little, if there are ``programs`` enough. A gate or a second term is
+    ``costly``: it needs more registers for each, and half as many values then leave room for warps that hide each
+    other's loads. With fewer programs, as in a decode step, a thread's length decides: as many warps as the GPU has
+    room for, down to 8 values a thread, a load.
     """
+    each = 16 if costly else 32
     size, room = next_power_of_2(values), 1 << (max(_WARPS // programs, 1).bit_length() - 1)
     return max(1, min(16, max(size // (32 * each), min(size // 256, room))))
 

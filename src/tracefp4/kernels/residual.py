@@ -152,6 +152,6 @@ def compensate(
         width, count, x.stride(0), *((0, 0, 0) if place is None else (place.rows.stride(0), place.start, place.size)),
         TILE=tile, GATED=gated, BITS=bits, VECTORS=0 if place is None else place.vectors,
         # Half as many values a thread as where a row is only rounded: what is left of them takes registers too.
-        **rules.constants(), num_warps=warps_of(tile * rules.block, rows, 16), enable_fp_fusion=False,
+        **rules.constants(), num_warps=warps_of(tile * rules.block, rows, costly=True), enable_fp_fusion=False,
     )  # fmt: skip
     return out, second

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+COMPARED_TOGETHER = 8
+"""Sites whose checks one launch compares (:mod:`tracefp4.kernels.checks`); whoever has so many waits for no more."""
+
 
 def cdiv(a: int, b: int) -> int:
     """``a / b``, rounded up."""

@@ -3,7 +3,8 @@
 :func:`bind` hangs one object on every experts module, router and attention module, and points the configuration that
 those modules read at our two functions. Modules are not wrapped: parameters, names and the state dict stay as
 they are, so checkpoints, FSDP and gradient checkpointing see the same model. :func:`unbind` restores every setting.
-An engine may also step gated delta nets by itself; the forward of those modules then asks its object first.
+An engine may also step gated delta nets by itself, and begin attention at the projections
+(:mod:`tracefp4.models.heads`); the forward of those modules then asks its object first.
 
 Site objects that *fuse*, a trainer's, also take over norms, rotary embedding and routers whose routes are known, which
 do the same in fewer launches (:mod:`tracefp4.models.norms`, :mod:`tracefp4.models.rotary`,
@@ -23,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from tracefp4.errors import ModelError
-from tracefp4.models import attention, experts, norms, replay, rotary
+from tracefp4.models import attention, experts, heads, norms, replay, rotary
 from tracefp4.models.delta import StepHook
 from tracefp4.models.experts import NAME
 from tracefp4.models.latent import hook_latent
 from tracefp4.models.layout import ModelLayout, describe
 from tracefp4.models.opaque import give_key, take_key
 from tracefp4.models.routing import Removable, hook_router
-from tracefp4.models.sites import SiteSet, SteppingSites
+from tracefp4.models.sites import ProjectingSite, SiteSet, SteppingSites
 
 if TYPE_CHECKING:
     from tracefp4.formats.spec import Spec
@@ -145,11 +146,20 @@ def _attach(model: nn.Module, sites: SiteSet, binding: Binding) -> None:
         _set(binding, module.config, "_attn_implementation")
         if layer in layout.latents:
             binding.handles.append(hook_latent(model.get_submodule(layout.latents[layer]), module))
+        elif isinstance(getattr(module, NAME), ProjectingSite):
+            handle = heads.hook(module, _angles(model.get_submodule(layout.decoder)))
+            binding.handles += [] if handle is None else [handle]
     if isinstance(sites, SteppingSites):
         for layer, name in layout.deltas.items():
             module = model.get_submodule(name)
             _hang(binding, module, sites.delta(layer))
             binding.handles.append(StepHook(module))
+
+
+def _angles(decoder: nn.Module) -> int | None:
+    """Values of a head that a decoder's rotary embedding turns, if it says."""
+    frequencies = getattr(getattr(decoder, "rotary_emb", None), "inv_freq", None)
+    return None if frequencies is None else 2 * frequencies.shape[-1]
 
 
 def _fuse(model: nn.Module, layout: ModelLayout, binding: Binding) -> None:

@@ -74,7 +74,9 @@ def check_experts(module: Any, name: str) -> None:
         raise ModelError(f"{name}: weights are stored as {module.gate_up_proj.dtype}; load the model in bfloat16")
 
 
-def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, added: Tensor | None = None
+) -> Tensor:
     """Compute the routed experts of one layer through its site object.
 
     Args:
@@ -82,9 +84,10 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         hidden_states: ``(T, H)`` in the model's dtype.
         top_k_index: ``(T, K)`` integer expert ids.
         top_k_weights: ``(T, K)`` gate values, float.
+        added: ``T H`` values, contiguous, to be added to the rounded result; only an engine passes it.
 
     Returns:
-        ``(T, H)`` in the dtype of ``hidden_states``.
+        ``(T, H)`` in the dtype of ``hidden_states``; in the shape of ``added`` if that is given.
 
     Raises:
         ModelError: unbound, expert parallel, or under autocast.
@@ -97,8 +100,13 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     refuse_autocast(hidden_states)
     weights = _kernel_weights(module, site, hidden_states)
     if weights is not None:
-        return _by_kernel(module, site, hidden_states, top_k_index, top_k_weights, weights)
-    if _training(module) and getattr(site, "strategy", "auto") == "auto" and trained.takes(module, hidden_states):
+        return _by_kernel(module, site, hidden_states, top_k_index, top_k_weights, weights, added)
+    if (
+        added is None
+        and _training(module)
+        and getattr(site, "strategy", "auto") == "auto"
+        and trained.takes(module, hidden_states)
+    ):
         return trained.forward(module, site, hidden_states, top_k_index, top_k_weights, silu=_gate_is_silu(module))
     plan = _plan(module, site, hidden_states, top_k_index)
     transposed = bool(getattr(module, "is_transposed", False))
@@ -111,7 +119,8 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
     h = module._apply_gate(gate_up)
     down, h_op = site.down(module), site.middle(h, plan.pairs)
     out = expert_linear(h, module.down_proj, h_op, down, down_bias, plan, per_token=False, transposed=transposed)
-    return _Combine.apply(out, top_k_weights, plan)
+    found: Tensor = _Combine.apply(out, top_k_weights, plan)
+    return found if added is None else found.view(added.shape) + added
 
 
 def _kernel_weights(module: Any, site: Any, x: Tensor) -> Any:
@@ -122,7 +131,9 @@ def _kernel_weights(module: Any, site: Any, x: Tensor) -> Any:
     return find(module)
 
 
-def _by_kernel(module: Any, site: ExpertsSite, x: Tensor, index: Tensor, gates: Tensor, weights: Any) -> Tensor:
+def _by_kernel(
+    module: Any, site: ExpertsSite, x: Tensor, index: Tensor, gates: Tensor, weights: Any, added: Tensor | None
+) -> Tensor:
     """The same layer by the grouped kernel: pairs stay in the order token, slot, and nothing waits for the host."""
     from tracefp4.kernels.experts import grouped_linear, tile_rows, weighted_sum
     from tracefp4.kernels.routing import route
@@ -139,7 +150,8 @@ def _by_kernel(module: Any, site: ExpertsSite, x: Tensor, index: Tensor, gates: 
         h_op.values, h_op.scale, down, pairs, per_token=False, bias=module.down_proj_bias if bias else None,
         second=h_op.second,
     )  # fmt: skip
-    return weighted_sum(out, gates)
+    found = weighted_sum(out, gates, added)
+    return found if added is None else found.view(added.shape)
 
 
 def _middle(module: Any, site: Any, gate_up: Tensor) -> Operand:

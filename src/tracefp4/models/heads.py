@@ -1,14 +1,17 @@
-"""The seam between the projections of an attention layer and its attention, for compiled decode steps.
+"""The seam between the projections of an attention layer and its attention, for engines.
 
 Between the two, transformers cuts projected rows into heads, normalises queries and keys (in some families), and turns
-them by the angles of their token's position::
+them, whole or in their first values, by the angles of their token's position. Some families project a gate beside each
+head of queries, for what comes out::
 
-    x -> q, k, v -> norms of q and k -> rotary embedding -> attention -> o
+    x -> q, k, v -> norms of q and k -> rotary embedding -> attention (times sigmoid(gate)) -> o
 
-A decode step has one token a sequence, so these are many launches for few values: an engine does them in the launch
-that stores K and V. Here the projected rows are handed to the site object; where that has no kernel, the steps of the
-picture are made one by one, with the roundings of the module's own code either way. What a module does between its
-projections no name tells, so each is tried out: one that differs from the picture in any bit keeps its own forward.
+These are some twenty launches of an uncompiled layer, many for the few values of a decode step: an engine does them in
+the launch that stores K and V. Here the projected rows are handed to a site object that begins there, a
+:class:`~tracefp4.models.sites.ProjectingSite`; only an engine's does, so a trainer's modules are never touched. Where
+it has no kernels, an uncompiled module runs its own forward, and a compiled one the steps of the picture one by one.
+Roundings are those of the module's own code whichever way. What a module does between its projections no name tells,
+so each is tried out: one that differs from the picture in any bit keeps its own forward.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from tracefp4.models import norms, opaque
-from tracefp4.models.experts import NAME, site_of
+from tracefp4.models.experts import NAME, refuse_autocast, site_of
+from tracefp4.models.key_basis import basis_of
 from tracefp4.models.rotary import turned
 from tracefp4.models.sites import Heads
 
@@ -29,38 +33,62 @@ _HEADS = "tracefp4_heads"
 """Attribute of a hooked module: its :class:`~tracefp4.models.sites.Heads`, a tuple, so constant for a compiler."""
 
 
-def hook(module: Any) -> bool:
-    """Let a bound attention module hand its projections to its site object wherever it is compiled.
+class HeadsHook:
+    """An attention module that hands its projections to its site object, until :meth:`remove`.
 
-    Uncompiled it runs its own code as before.
-
-    Returns:
-        Whether it is such a module.
+    Args:
+        module: bound to a :class:`~tracefp4.models.sites.ProjectingSite`.
+        heads: what :func:`heads_of` says of it.
     """
-    if "forward" in vars(module) and not hasattr(module, _HEADS):
-        return False
-    heads = heads_of(module)
-    if heads is None:
-        return False
-    object.__setattr__(module, _HEADS, heads)
-    # Bound to the module, as the compiler expects of a forward: all layers share one compiled graph.
-    object.__setattr__(module, "forward", types.MethodType(_forward, module))
-    return True
+
+    def __init__(self, module: Any, heads: Heads) -> None:
+        self._module = module
+        object.__setattr__(module, _HEADS, heads)
+        # Bound to the module, as the compiler expects of a forward: all layers share one compiled graph.
+        object.__setattr__(module, "forward", types.MethodType(_forward, module))
+
+    def remove(self) -> None:
+        """Let the class's own forward be the module's again."""
+        object.__delattr__(self._module, "forward")
+        object.__delattr__(self._module, _HEADS)
+
+
+def hook(module: Any, angles: int | None = None) -> HeadsHook | None:
+    """Let a bound attention module hand over its projections, if it is the picture above.
+
+    Args:
+        module: the module, with its weights.
+        angles: values of a head that the model turns; ``None`` for all.
+    """
+    heads = None if "forward" in vars(module) else heads_of(module, angles)
+    return None if heads is None else HeadsHook(module, heads)
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     """The module's own forward, or the picture above with the site object in its middle."""
-    x, turn = kwargs.get("hidden_states"), kwargs.get("position_embeddings")
-    # Only an engine compiles, and a cache that it passes keeps no K and V: its site objects do.
-    plain = not args and kwargs.get("attention_mask") is None
-    if not (torch.compiler.is_compiling() and plain and x is not None and turn is not None):
+    heads: Heads = getattr(module, _HEADS)
+    x, turn, traced = kwargs.get("hidden_states"), kwargs.get("position_embeddings"), torch.compiler.is_compiling()
+    # A cache that an engine passes keeps no K and V: its site objects do. Another basis of keys is the module's matter.
+    own = bool(args) or kwargs.get("attention_mask") is not None or basis_of(module) is not None
+    if own or x is None or turn is None or turn[0].shape[-1] != heads[3]:
         return type(module).forward(module, *args, **kwargs)
-    cos, sin = turn
-    if cos.shape[-1] != getattr(module, _HEADS)[2]:  # turns a part of each head
+    # A graph that is traced serves every layer of its kind, so it asks the site object when it runs.
+    if not traced and not site_of(module).takes_heads():
         return type(module).forward(module, *args, **kwargs)
-    key = getattr(module, opaque.KEY)
-    out = opaque.attend_heads(module.q_proj(x), module.k_proj(x), module.v_proj(x), cos, sin, key)
-    return module.o_proj(out), None
+    q, k, v = module.q_proj(x), module.k_proj(x), module.v_proj(x)
+    if traced:
+        out = opaque.attend_heads(q, k, v, *turn, getattr(module, opaque.KEY), heads[0] * heads[2])
+    else:
+        refuse_autocast(x)
+        out = attend(module, q, k, v, *turn)
+    return module.o_proj(_gated(heads, out, q)), None
+
+
+def _gated(heads: Heads, out: Tensor, q: Tensor) -> Tensor:
+    """Results ``(B, S, Hq D)`` times the sigmoid of the gates beside the queries, if there are any."""
+    if not heads[4]:
+        return out
+    return out * torch.sigmoid(q.unflatten(2, (heads[0], -1))[..., heads[2] :].flatten(2))
 
 
 def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -68,17 +96,18 @@ def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tenso
 
     Args:
         module: an attention module that was hooked.
-        q: ``(B, S, Hq D)`` as it was projected.
+        q: ``(B, S, Hq D)`` as it was projected; with gates ``(B, S, Hq 2 D)``, each head's behind its values.
         k: ``(B, S, Hk D)``.
         v: ``(B, S, Hk D)``.
-        cos: ``(B or 1, S, D)``.
+        cos: ``(B or 1, S, R)``.
         sin: likewise.
 
     Returns:
-        ``(B, S, Hq D)``.
+        ``(B, S, Hq D)``, not yet gated.
     """
     heads: Heads = getattr(module, _HEADS)
     site = site_of(module)
+    q, k, v = _cut(heads, q, k, v)
     out = site.attend_heads(module, heads, q, k, v, cos, sin)
     if out is None:
         parts = _parts(module, heads, q, k, v, cos, sin)
@@ -86,12 +115,17 @@ def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tenso
     return out.flatten(2)
 
 
+def _cut(heads: Heads, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads ``(B, S, H, D)`` of projected rows, views."""
+    q = q.unflatten(2, (heads.queries, -1))[..., : heads.width]
+    return q, k.unflatten(2, (heads.keys, -1)), v.unflatten(2, (heads.keys, -1))
+
+
 def _parts(
     module: Any, heads: Heads, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values ``(B, H, S, D)`` of projected rows."""
-    q, k, v = (x.unflatten(2, (-1, heads.width)) for x in (q, k, v))
-    if heads.normed:
+    """Queries, keys and values ``(B, H, S, D)`` of their heads ``(B, S, H, D)``, step by step."""
+    if heads.eps is not None:
         q, k = module.q_norm(q), module.k_norm(k)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -116,23 +150,26 @@ class _Probe:
 
 
 @torch.no_grad()
-def heads_of(module: Any) -> Heads | None:
-    """Sizes of a bound attention module that is the picture above to the last bit; ``None`` for any other."""
+def heads_of(module: Any, angles: int | None = None) -> Heads | None:
+    """Sizes of a bound attention module that is the picture above to the last bit; ``None`` for any other.
+
+    Args:
+        module: the module, with its weights.
+        angles: values of a head that the model turns; ``None`` for all.
+    """
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     projections: list[Any] = [getattr(module, name, None) for name in names]
     width = getattr(module, "head_dim", None)
     if not all(type(p) is nn.Linear and not p.weight.is_meta for p in projections) or not isinstance(width, int):
         return None
-    pair: list[Any] = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
-    normed = all(n is not None and norms.is_plain(n) and n.weight.numel() == width for n in pair)
-    if (not normed and any(n is not None for n in pair)) or width % 2:
-        return None
-    if normed and pair[0].variance_epsilon != pair[1].variance_epsilon:
+    pair = [getattr(module, name) for name in ("q_norm", "k_norm") if getattr(module, name, None) is not None]
+    forms = [norms.form_of(n) if n.weight.numel() == width else None for n in pair]
+    part = width if angles is None else angles
+    if len(pair) == 1 or None in forms or len(set(forms)) > 1 or part % 2 or not 0 < part <= width:
         return None
     weight, generator = projections[0].weight, torch.Generator().manual_seed(0)
     x, cos, sin = (
-        torch.randn(2, 3, n, generator=generator).to(weight.device, weight.dtype)
-        for n in (weight.shape[1], width, width)
+        torch.randn(2, 3, n, generator=generator).to(weight.device, weight.dtype) for n in (weight.shape[1], part, part)
     )
     probe, own = _Probe(generator), getattr(module, NAME)
     object.__setattr__(module, NAME, probe)
@@ -146,13 +183,15 @@ def heads_of(module: Any) -> Heads | None:
         return None
     *given, scaling, window, sinks = probe.given[0]
     queries, keys = given[0].shape[1], given[1].shape[1]
-    heads = Heads(queries, keys, width, normed, float(scaling), window)
-    if sinks is not None or any(
-        p.out_features != n * width for p, n in zip(projections[:3], (queries, keys, keys), strict=True)
-    ):
+    form, gated = forms[0] if forms else None, projections[0].out_features == 2 * queries * width
+    eps, added = (None, False) if form is None else form
+    heads = Heads(queries, keys, width, part, gated, eps, added, float(scaling), window)
+    sizes = (queries * (1 + gated), keys, keys)
+    if sinks is not None or any(p.out_features != n * width for p, n in zip(projections[:3], sizes, strict=True)):
         return None
     q, k, v, o = projections
-    expected = _parts(module, heads, q(x), k(x), v(x), cos, sin)
+    rows = q(x), k(x), v(x)
+    expected = _parts(module, heads, *_cut(heads, *rows), cos, sin)
     # Weights that are not loaded yet would make everything equal.
     same = all(a.shape == b.shape and torch.equal(a, b) and a.any() for a, b in zip(given, expected, strict=True))
-    return heads if same and torch.equal(found[0], o(probe.answer.flatten(2))) else None
+    return heads if same and torch.equal(found[0], o(_gated(heads, probe.answer.flatten(2), rows[0]))) else None

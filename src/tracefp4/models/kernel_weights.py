@@ -8,7 +8,7 @@ the words and a little aside: :func:`packed_again` gives the packed bytes back w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,35 +29,35 @@ _GROUP = 1 << 24
 work; those of a large one take several, so that temporaries, up to 5 bytes a value, stay below 100 MB."""
 
 
-def arrange(
-    packed: PackedWeight, into: ExpertWeight | None = None, exact: list[Tensor] | None = None
-) -> ExpertWeight | None:
-    """The weight in words, or ``None`` where the kernel cannot take it.
+def arrange(packed: PackedWeight, into: ExpertWeight | None = None) -> ExpertWeight | None:
+    """The weight in words, or ``None`` where the kernel cannot take it. Waits for the device if scales are E8M0.
 
     It takes matrices with ``in`` a multiple of 64, with E4M3 scales of 16 values or E8M0 scales of 32.
 
     Args:
         packed: the weight.
         into: an arranged weight of the same shape and numerics, whose memory is written again and returned.
-        exact: for E8M0 scales, which may be too far apart for exact products, bool ``(E,)`` is added here for
-            :func:`refuse_inexact`, which waits for the device. Without the list that is done at once.
 
     Raises:
-        FormatError: see :func:`refuse_inexact`; ``into`` is then unchanged.
+        FormatError: see :func:`refuse_inexact`.
     """
+    arranged, exact = _arrange(packed, into)
+    refuse_inexact({str(tuple(packed.codes.shape[:2])): exact})
+    return arranged
+
+
+def _arrange(packed: PackedWeight, into: ExpertWeight | None) -> tuple[ExpertWeight | None, Tensor | None]:
+    """The weight in words, and for :func:`refuse_inexact` whether the scales of its experts allow that."""
     from tracefp4.kernels.experts import ExpertWeight
 
     numerics = packed.numerics
     experts, out, inner = packed.codes.shape[0], packed.codes.shape[1], packed.codes.shape[2] * 2
     mx = numerics.scale_format == "e8m0"
     if inner % words.CHUNK or numerics.block != (32 if mx else 16):
-        return None
+        return None, None
+    exact = None
     if mx:
-        scales, alpha, fits = _lifted(packed)
-        if exact is None:
-            refuse_inexact([fits], [tuple(packed.codes.shape[:2])])
-        else:
-            exact.append(fits)
+        scales, alpha, exact = _lifted(packed)
     else:
         scales = words.recode(packed.scales)
         alpha = Quantized(packed.codes, packed.scales, packed.global_scale, numerics).decode_scale()
@@ -73,7 +73,7 @@ def arrange(
     for group in _groups(experts, out * inner):
         rows = words.of_packed(packed.codes[group])
         into.values[group] = rows.unflatten(-1, (-1, 16)).transpose(1, 2)
-    return into
+    return into, exact
 
 
 def _groups(experts: int, values: int) -> Iterator[slice]:
@@ -82,23 +82,22 @@ def _groups(experts: int, values: int) -> Iterator[slice]:
     return (slice(first, first + step) for first in range(0, experts, step))
 
 
-def refuse_inexact(exact: Sequence[Tensor], shapes: Sequence[object]) -> None:
+def refuse_inexact(exact: Mapping[str, Tensor | None]) -> None:
     """Refuse weights that the grouped product cannot multiply exactly. Waits for the device once.
 
     Args:
-        exact: of each weight, what :func:`arrange` added to its list.
-        shapes: what the message calls each.
+        exact: by what the message calls a weight, bool ``(E,)``: the E8M0 scales of an expert are near enough to each
+            other; ``None`` for other scales.
 
     Raises:
         FormatError: E8M0 scales that are NaN or too far apart.
     """
-    if not exact or bool(torch.cat(list(exact)).all()):
+    known = {name: fits for name, fits in exact.items() if fits is not None}
+    if not known or bool(torch.cat(list(known.values())).all()):
         return
-    shape, wrong = next(
-        (s, (~fits).nonzero().flatten()) for s, fits in zip(shapes, exact, strict=True) if not fits.all()
-    )
+    name, wrong = next((name, (~fits).nonzero().flatten()) for name, fits in known.items() if not fits.all())
     raise FormatError(
-        f"expert {int(wrong[0])} of a weight {shape} has MXFP4 scales that are NaN or more than "
+        f"expert {int(wrong[0])} of a weight {name} has MXFP4 scales that are NaN or more than "
         "133 octaves apart, which the grouped product cannot multiply exactly; TRACEFP4_KERNELS=reference can."
     )
 
@@ -165,15 +164,17 @@ def packed_again(weight: ExpertWeight, aside: Aside, numerics: Numerics) -> Pack
 
 
 def put_arranged(
-    weights: dict[tuple[int, str], ExpertWeight],
-    key: tuple[int, str],
-    packed: PackedWeight,
-    exact: list[Tensor] | None = None,
-) -> None:
-    """Arrange ``packed`` and keep it under ``key``, in the memory of its predecessor: captured graphs read there."""
-    arranged = arrange(packed, weights.get(key), exact)
+    weights: dict[tuple[int, str], ExpertWeight], key: tuple[int, str], packed: PackedWeight
+) -> Tensor | None:
+    """Arrange ``packed`` and keep it under ``key``, in the memory of its predecessor: captured graphs read there.
+
+    Returns:
+        What :func:`refuse_inexact` is to be asked.
+    """
+    arranged, exact = _arrange(packed, weights.get(key))
     if arranged is not None:
         weights[key] = arranged
+    return exact
 
 
 def put_plain(weights: dict[tuple[int, str], ExpertWeight], key: tuple[int, str], weight: Tensor) -> None:

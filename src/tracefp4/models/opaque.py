@@ -69,29 +69,42 @@ def _(
 
 
 @torch.library.custom_op("tracefp4::attend_heads", mutates_args=())
-def attend_heads(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, module: int) -> Tensor:
-    """Attention of one layer from its projections; see :func:`tracefp4.models.heads.attend`."""
+def attend_heads(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, module: int, width: int
+) -> Tensor:
+    """Attention of one layer from its projections, ``width`` values a token: :func:`tracefp4.models.heads.attend`."""
     from tracefp4.models.heads import attend as attend_projected
 
     return attend_projected(_module(module), query, key, value, cos, sin).contiguous()
 
 
 @attend_heads.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, module: int) -> Tensor:
-    return query.new_empty(query.shape)
+def _(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, module: int, width: int) -> Tensor:
+    return query.new_empty(*query.shape[:2], width)
 
 
 @torch.library.custom_op("tracefp4::experts", mutates_args=())
-def experts(hidden: Tensor, index: Tensor, weights: Tensor, module: int) -> Tensor:
+def experts(hidden: Tensor, index: Tensor, weights: Tensor, module: int, added: Tensor | None = None) -> Tensor:
     """Routed experts of one layer through their site object; see :func:`tracefp4.models.experts.experts_forward`."""
     from tracefp4.models.experts import experts_forward
 
-    return experts_forward(_module(module), hidden, index, weights)
+    return experts_forward(_module(module), hidden, index, weights, added)
 
 
 @experts.register_fake
-def _(hidden: Tensor, index: Tensor, weights: Tensor, module: int) -> Tensor:
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format)
+def _(hidden: Tensor, index: Tensor, weights: Tensor, module: int, added: Tensor | None = None) -> Tensor:
+    return torch.empty_like(hidden if added is None else added, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("tracefp4::enter", mutates_args=())
+def enter(x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: bool, module: int) -> tuple[Tensor, Tensor]:
+    """``x + added`` and its norm, which the experts of one layer take; see :mod:`tracefp4.rollout.rewrite`."""
+    return _module(module).tracefp4.enter_normed(x, added, weight, eps, offset)
+
+
+@enter.register_fake
+def _(x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: bool, module: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
 @torch.library.custom_op("tracefp4::route", mutates_args=())

@@ -67,9 +67,12 @@ def is_plain(attention: nn.Module) -> bool:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x (B, H, S, D)`` turned, written out."""
+    """``x (B, H, S, D)`` turned, in as many of its first values as there are angles; written out."""
+    part = cos.shape[-1]
+    x, rest = x[..., :part], x[..., part:]
     low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
+    out = x * cos + torch.cat((-high, low), dim=-1) * sin
+    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
 
 def _fused(own: Rotary) -> Rotary:

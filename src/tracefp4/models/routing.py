@@ -15,6 +15,7 @@ site object may choose by itself, in one kernel (:mod:`tracefp4.kernels.choice`)
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -112,14 +113,14 @@ def probe_rule(router: Any, name: str) -> Rule:
 def plain_choice(router: Any, name: str, rule: Rule) -> Choice | None:
     """How ``router`` chooses if it is plain; ``None`` if it is not.
 
-    Plain is a router without state besides its weight, whose logits are one product, whose choice is the largest
-    ``K`` of them in order, and whose gate values follow ``rule`` from a softmax over all experts.
+    Plain is a router without state besides its weight, own or handed to it, whose logits are one product, whose choice
+    is the largest ``K`` of them in order, and whose gate values follow ``rule`` from a softmax over all experts.
 
     Raises:
         ModelError: a router that does not return ``(logits, weights, indices)``.
     """
     state = [*router.named_parameters(), *router.named_buffers()]
-    if rule not in (softmax_all, softmax_renormalised) or [key for key, _ in state] != ["weight"]:
+    if rule not in (softmax_all, softmax_renormalised) or [key for key, _ in state] != ["weight"] or _handed(router):
         return None
     hidden, (logits, weights, indices) = _probe(router, name)
     largest = logits.float().topk(indices.shape[-1], dim=-1).values
@@ -129,18 +130,30 @@ def plain_choice(router: Any, name: str, rule: Rule) -> Choice | None:
     return Choice(indices.shape[-1], rule is softmax_renormalised, weights.dtype)
 
 
+def _handed(router: Any) -> list[str]:
+    """Biases that a block keeps and hands to its router (MiniMax-M2): they move the choice, and not the gate values."""
+    return [key for key in inspect.signature(type(router).forward).parameters if key.endswith("bias")]
+
+
 def _probe(router: Any, name: str, tokens: int = 64) -> tuple[Tensor, Routed]:
     """Random hidden states ``(tokens, H)``, and what the router makes of them.
 
     Raises:
-        ModelError: a router that does not return ``(logits, weights, indices)``.
+        ModelError: a router that wants more than hidden states and a bias, or does not return ``(logits, weights,
+            indices)``.
     """
     weight: Tensor = router.weight
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, weight.shape[-1], generator=generator).to(weight.device, weight.dtype)
-    with torch.no_grad():
-        # The class's own forward: hooks of others must not see our random tokens.
-        output = type(router).forward(router, hidden)
+    zero = torch.zeros(weight.shape[0], device=weight.device)
+    try:
+        with torch.no_grad():
+            # The class's own forward: hooks of others must not see our random tokens.
+            output = type(router).forward(router, hidden, **dict.fromkeys(_handed(router), zero))
+    except (TypeError, RuntimeError, ValueError, IndexError, AttributeError) as error:
+        raise ModelError(
+            f"router {name} ({type(router).__name__}) cannot be tried out on hidden states alone: {error}"
+        ) from error
     if not isinstance(output, tuple) or len(output) != 3:
         raise ModelError(f"router {name} ({type(router).__name__}) does not return (logits, weights, indices)")
     return hidden, output

@@ -139,10 +139,44 @@ class Heads(NamedTuple):
     """Heads of keys, and of values."""
     width: int
     """Values of a head."""
-    normed: bool
-    """Queries and keys are normalised, by ``q_norm`` and ``k_norm``."""
+    turned: int
+    """How many of them, the first ones, the rotary embedding turns."""
+    gated: bool
+    """Each head of queries is projected with a gate beside it, by whose sigmoid its result is multiplied."""
+    eps: float | None
+    """Of the norms of queries and keys, ``q_norm`` and ``k_norm``; ``None`` without norms."""
+    added: bool
+    """See :class:`tracefp4.models.norms.Form`."""
     scaling: float
     window: int | None
+
+
+@runtime_checkable
+class ProjectingSite(Protocol):
+    """An :class:`AttentionSite` that can begin at the projections. A trainer has none of it."""
+
+    def takes_heads(self) -> bool:
+        """Whether there are kernels for it; otherwise an uncompiled module keeps its own forward."""
+        ...
+
+    def attend_heads(
+        self, module: nn.Module, heads: Heads, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor | None:
+        """Norms, rotary embedding and attention of projected rows.
+
+        Args:
+            module: the attention module.
+            heads: what it does.
+            q: ``(B, S, Hq, D)`` as it was projected, without gates; the last axis dense.
+            k: ``(B, S, Hk, D)`` likewise.
+            v: ``(B, S, Hk, D)`` likewise.
+            cos: ``(B or 1, S, R)``.
+            sin: likewise.
+
+        Returns:
+            ``(B, S, Hq, D)``; ``None`` where there is no kernel for it, and nothing was stored.
+        """
+        ...
 
 
 class DeltaSite(Protocol):

@@ -48,6 +48,8 @@ SPEC_NAMES = {
     "nvfp4-w4a16-kv4": "NVFP4 W, BF16 A + NVFP4 KV",
     "mxfp4-w4a8-kv4": "MXFP4 W, MXFP8 A + MXFP4 KV",
     "mxfp4-w4a4-kv4": "MXFP4 W/A + MXFP4 KV",
+    "mxfp4-w4a16": "MXFP4 W, BF16 A + BF16 KV",
+    "mxfp4-w4a16-kv4": "MXFP4 W, BF16 A + MXFP4 KV",
 }
 """How tables write a spec."""
 TABLE_TITLES = {

@@ -1,4 +1,4 @@
-"""Bars, in the style of :mod:`tracefp4.report.figures`: shares that are compared, not curves that are followed.
+"""Bars, in the style of :mod:`tracefp4.report.figures`: values that are compared, not curves that are followed.
 
 Every bar says its value, so no axis has to be read. Stacked bars are horizontal, one a row, with the names of their
 parts over the first.
@@ -6,8 +6,9 @@ parts over the first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tracefp4.report.figures import PALETTE, SERIES_COLOURS, drawing, heading, share_text
 
@@ -22,7 +23,7 @@ LEGEND_COLUMNS = 3
 
 @dataclass(slots=True)
 class Bars:
-    """Grouped or stacked bars of shares, 0 to 1."""
+    """Grouped or stacked bars, of shares from 0 to 1 unless they say otherwise."""
 
     name: str
     title: str
@@ -34,6 +35,10 @@ class Bars:
     stacked: bool = False
     colours: tuple[str, ...] = SERIES_COLOURS
     """One a series."""
+    text: Callable[[float], str] = share_text
+    """What is written at a value."""
+    above: bool = False
+    """The legend of grouped bars stands over the plot, where the highest bars are on the right."""
 
 
 def draw_bars(bars: Bars, size: tuple[float, float] = (7.2, 3.05)) -> Figure:
@@ -63,7 +68,7 @@ def _grouped(axes: Axes, bars: Bars) -> None:
         axes.bar(places, values, width * 0.92, color=PALETTE[colour][0], label=label)
         for x, value in zip(places, values, strict=True):
             axes.annotate(
-                share_text(value),
+                bars.text(value),
                 (x, value),
                 (0, 2),
                 textcoords="offset points",
@@ -75,14 +80,18 @@ def _grouped(axes: Axes, bars: Bars) -> None:
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.margins(y=0.12)
-    axes.legend(frameon=False, loc="upper right", fontsize=8, labelcolor="linecolor", handlelength=0.8)
+    style: dict[str, Any] = {"frameon": False, "fontsize": 8, "labelcolor": "linecolor", "handlelength": 0.8}
+    if bars.above:
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(bars.series), **style)
+    else:
+        axes.legend(loc="upper right", **style)
 
 
 def _stacked(axes: Axes, bars: Bars) -> None:
     rows = range(len(bars.groups))
     base = [0.0] * len(bars.groups)
     for (label, values), colour in zip(bars.series, bars.colours, strict=False):
-        axes.barh(rows, values, 0.62, left=base, color=PALETTE[colour][0], label=f"{label} {share_text(values[0])}")
+        axes.barh(rows, values, 0.62, left=base, color=PALETTE[colour][0], label=f"{label} {bars.text(values[0])}")
         base = [a + b for a, b in zip(base, values, strict=True)]
     axes.set_yticks(rows, bars.groups)
     axes.set_xticks([])

@@ -12,6 +12,8 @@ fig10   where the time of a rollout goes
 fig11   as fig1 under the other specs
 ======  ===============================================================================================================
 
+Figure 14, throughput by precision, comes from a benchmark instead (:mod:`tracefp4.report.throughput`).
+
 A bold line is the mean over seeds, thin ones are the seeds. A figure whose data were not recorded is left out, and the
 page says so.
 """

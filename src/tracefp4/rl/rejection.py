@@ -26,8 +26,9 @@ one a bound must be given. verl's k1 is ``-log rho``, and its bounds are bounds 
 (``examples/train_infer_mismatch_helper``), ``opsm`` the off-policy sequence masking of DeepSeek-V3.2 with slime's
 default (``--opsm-delta``).
 
-A rejected token has weight 0 and still counts in the loss's denominators. verl removes it from the mask, so its means
-divide by the tokens that are left; here the rest of a batch weighs the same whatever was rejected.
+A rejected token has weight 0 and still counts in the loss's denominators, so the rest of a batch weighs the same
+whatever was rejected. verl removes it from the response mask; where its means then divide by the tokens that are left,
+and where not, is in ``docs/methods.md``.
 """
 
 from __future__ import annotations

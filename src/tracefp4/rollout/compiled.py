@@ -9,6 +9,8 @@ Fused arithmetic rounds less often than the separate kernels of a trainer do: a 
 registers. That is how serving engines compute, and one of the reasons why a rollout and its trainer differ. Products
 of one input, such as Q, K and V, become one (:mod:`tracefp4.rollout.projections`), and norms and rotary embedding of
 queries and keys belong to the launch that stores K and V (:mod:`tracefp4.models.heads`), with a trainer's roundings.
+So do the residual sums beside the experts, and the norm before them, belong to their launches
+(:mod:`tracefp4.rollout.rewrite`).
 
 Where no kernel of ours samples, the sampler is compiled as well, on its own: as separate operations its random numbers
 would cross memory some twenty times, 64 bits for each token of the vocabulary and sequence. Its random bits are the
@@ -27,15 +29,17 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from tracefp4.models import heads
+from tracefp4.models import norms
+from tracefp4.models.experts import site_of
 from tracefp4.models.layout import ModelLayout
 from tracefp4.rollout.projections import join
+from tracefp4.rollout.rewrite import Backend, rewriting
 
 _FIXED_ANGLES = ("default", "linear", "yarn", "llama3")
 """Kinds of rotary embedding in transformers whose frequencies do not change with the length of a sequence."""
 
 
-def compile_layers(model: nn.Module, layout: ModelLayout, backend: str = "inductor") -> tuple[int, ...]:
+def compile_layers(model: nn.Module, layout: ModelLayout, backend: str | Backend = "inductor") -> tuple[int, ...]:
     """Let decoder layers be compiled at their first call inside of :func:`compiling`.
 
     Layers with softmax attention are, and gated delta nets that step in the rows of the state pool. Other
@@ -59,9 +63,10 @@ def compile_layers(model: nn.Module, layout: ModelLayout, backend: str = "induct
     for index in chosen:
         mixer = model.get_submodule(mixers[index])
         join(mixer)
-        if index in layout.attentions:
-            heads.hook(mixer)
-        layers[index].compile(dynamic=True, backend=backend)
+        if index in layout.moe_layers and site_of(model.get_submodule(layout.experts[index])).takes_norm:
+            for child in layers[index].children():
+                norms.keep_whole(child)
+        layers[index].compile(dynamic=True, backend=rewriting(backend))
     return chosen
 
 

@@ -5,7 +5,7 @@ One step, which is everything that ever happens::
     scheduler.prefill   waiting prompts get pages; some of their tokens are forwarded, packed into one row
     scheduler.start     samples of finished prompts share its pages and sample their first token
     scheduler.decode    every running sequence gets a slot for its newest token, is forwarded, and samples the next
-    harvest             what ended gives its rows to the store, then its pages back
+    harvest             what ended has its rows gathered and gives its pages back; it is returned when they have arrived
 
 The order and what runs ahead of what is :mod:`tracefp4.rollout.loop`'s.
 
@@ -47,7 +47,7 @@ from tracefp4.rollout.runner import Runner
 from tracefp4.rollout.sampler import stream_key
 from tracefp4.rollout.scheduler import RESIDENT_STATES, Scheduler
 from tracefp4.rollout.sites import EngineSites
-from tracefp4.rollout.state import StatePool
+from tracefp4.rollout.state import StatePool, check_continues
 from tracefp4.rollout.state import state_dtype as dtype_of_states
 from tracefp4.rollout.stepwise import StepwiseEngine
 from tracefp4.rollout.sync import WeightSync
@@ -79,7 +79,7 @@ class EmbeddedEngine(StepwiseEngine):
 
     Raises:
         EngineError: settings that cannot work.
-        ModelError: a model that cannot be bound.
+        ModelError: a model that cannot be bound, or whose linear layers keep states that the engine cannot.
     """
 
     def __init__(
@@ -130,6 +130,7 @@ class EmbeddedEngine(StepwiseEngine):
         slots = limits.max_tokens + limits.page_size
         shapes = recorded_shapes(layout, self.spec, self.plan)
         check_storable(self.spec)
+        check_continues(self._model, layout)
         sites = EngineSites(layout, self.spec, limits.max_batch, residual)
         bind(self._model, sites, spec=self.spec)
         # Before the pool: what packing frees is there for K and V.
@@ -196,7 +197,7 @@ class EmbeddedEngine(StepwiseEngine):
     @property
     def busy(self) -> bool:
         """Whether requests are in flight."""
-        return self._loop.busy
+        return self._loop.busy or self._harvester.busy
 
     # -- Sampling
 
@@ -247,29 +248,35 @@ class EmbeddedEngine(StepwiseEngine):
 
     def _step(self) -> list[Rollout]:
         self._stats.steps += 1
-        finished: list[Rollout] = []
         if self._loop.waited_for:
             self._loop.land()
-            finished += self._collect()
+            self._gather()
             self._loop.begin()
         self._loop.decode()
-        return finished + (self._collect() if self._loop.due else [])
+        if self._loop.due:
+            self._gather()
+        # What was gathered behind the step in flight comes with a later one, unless there is none to be had.
+        return self._hand_out(wait=not self._loop.busy)
 
-    def _collect(self) -> list[Rollout]:
+    def _gather(self) -> None:
         """Gather what was recorded of the sequences that ended, and give their pages away."""
-        ended, rollouts = self._loop.take(), []
-        if not ended:
-            return []
+        ended = self._loop.take()
         try:
-            for sequence, found in zip(ended, self._harvester.collect(ended, self.weight_version), strict=True):
-                self._stats.finished += 1
-                self._stats.guidance_bytes += found.guidance.nbytes if found.guidance is not None else 0
-                self._stats.invalid_rows += found.invalid_rows
-                rollouts.append(self._rollout(sequence, found.routes, found.guidance))
+            self._harvester.gather(ended, self.weight_version)
         finally:
             for sequence in ended:
                 self.scheduler.finish(sequence)
-        self._forget_ids()
+
+    def _hand_out(self, *, wait: bool) -> list[Rollout]:
+        """Rollouts of what was gathered and has arrived, or of all of it."""
+        rollouts = []
+        for sequence, found in self._harvester.take(wait=wait):
+            self._stats.finished += 1
+            self._stats.guidance_bytes += found.guidance.nbytes if found.guidance is not None else 0
+            self._stats.invalid_rows += found.invalid_rows
+            rollouts.append(self._rollout(sequence, found.routes, found.guidance))
+        if rollouts:
+            self._active = self._loop.request_ids | self._harvester.request_ids
         return rollouts
 
     def _rollout(self, sequence: Sequence, routes: Tensor | None = None, guidance: Any = None) -> Rollout:
@@ -296,20 +303,18 @@ class EmbeddedEngine(StepwiseEngine):
         """
         if request_id not in self._active:
             raise EngineError(f"no request {request_id!r} is in flight ({len(self._active)} are)")
-        dropped = self._loop.abort(request_id)
+        dropped = self._loop.abort(request_id) + self._harvester.drop(request_id)
         self._stats.aborted += len(dropped)
         self._active.discard(request_id)
-        return [self._rollout(sequence) for sequence in dropped]
+        return [self._rollout(sequence) for sequence in sorted(dropped, key=lambda s: s.sample)]
 
     def _check(self, request: Request) -> None:
         check_request(request, self._limits, self._max_length, self._vocabulary)
         self._stops.check(request)
 
-    def _forget_ids(self) -> None:
-        self._active = self.scheduler.request_ids()
-
     def _drop_everything(self) -> None:
         self._loop.clear()
+        self._harvester.clear()
         self._active.clear()
 
     # -- Weights

@@ -2,9 +2,11 @@
 
 When a sequence ends, its rows are gathered by slot before the slots are given away: expert sites from the record, K, V
 and latents from the pool itself. All sequences that end in one step are gathered together, cut to the plan's bits and
-summed up on the device, and cross to the host in one copy of the sheaf that they make; each becomes a frame when the
-store takes it, which may be late, or never (:mod:`tracefp4.guidance.late_store`). Sites of a run are handled as one
-tensor, so the number of operations does not grow with the number of layers.
+summed up on the device, and cross to the host as one parcel (:mod:`tracefp4.guidance.ring`), with their routes and with
+what is valid. The host does not wait for it: a GPU gathers after the decode step that runs already, and sequences are
+handed out when somebody asks and their parcel has arrived. Each becomes a frame when the store takes it, which may be
+late, or never (:mod:`tracefp4.guidance.late_store`). Sites of a run are handled as one tensor, so the number of
+operations does not grow with the number of layers.
 
 Sequences stand one after the other, each padded to whole chunks of the scale checks, so that the checks of all of them
 are computed at once. A rollout of ``N`` tokens has ``N - 1`` rows: the last sampled token was never forwarded.
@@ -12,6 +14,7 @@ are computed at once. A rollout of ``N`` tokens has ``N - 1`` rows: the last sam
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -27,14 +30,21 @@ from tracefp4.guidance.codec import CHUNK, chunks, pack_bits
 from tracefp4.guidance.frame import pending_rows
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import token_hash
+from tracefp4.guidance.ring import Parcel, Ring, parcel_bytes
 from tracefp4.guidance.sheaf import Sheaf
-from tracefp4.guidance.store import Store, make_key
+from tracefp4.guidance.store import Pending, Store, make_key
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.pool import KVPool, PageAllocator, StoredKV
 from tracefp4.rollout.request import Sequence
+from tracefp4.rollout.upload import upload
 
 ROWS_AT_ONCE = 32768
-"""Rows gathered at once, which bounds the memory of a step in which many long sequences end."""
+"""Rows gathered at once. Twice as many, at most, wait on the device for their copies: this bounds the memory of a step
+in which many long sequences end."""
+
+RING_BYTES = 1 << 32
+"""Most memory of the ring through which rows leave. It is no larger than the rows of a full pool, and without a plan no
+larger than the routes that may wait at once."""
 
 VALUES_AT_ONCE = 1 << 25
 """Values of a run whose codes are unpacked, or whose scales are summed up, at once: this bounds temporary memory."""
@@ -51,16 +61,32 @@ class Harvested:
     """Rows of the guidance that were not recorded."""
 
 
-@dataclass(slots=True)
-class _Group:
-    """Sequences gathered together: ``R`` rows, those of ``sequences[i]`` from ``starts[i]``."""
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A sequence that was gathered."""
 
-    sequences: list[Sequence]
-    starts: list[int]
-    slots: Tensor
-    """``(R,)`` int64."""
-    expected: Tensor
-    """``(R,)`` int32: the ticket that each row must carry; 0 for padding, which no writer has."""
+    sequence: Sequence
+    start: int
+    """Its first row among those that were gathered together."""
+    frame: tuple[str, Pending] | None = None
+    """Key and frame, if its guidance is shipped."""
+
+    @property
+    def rows(self) -> slice:
+        """Its rows among those that were gathered together."""
+        return slice(self.start, self.start + self.sequence.length - 1)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """Sequences that were gathered together and were not handed out yet."""
+
+    members: list[_Member]
+    parcel: Parcel
+    """The tensors of a sheaf, if guidance is shipped, and after them routes ``(R, moe_layers, top_k)``, if there are
+    any."""
+    rows: int
+    """``R``."""
 
 
 class Harvester:
@@ -88,59 +114,121 @@ class Harvester:
     ) -> None:
         self.capture, self.pool, self.pages = capture, pool, pages
         self.plan, self.numerics_hash, self.store, self.device = plan, numerics_hash, store, device
+        chunk, rows = _chunk_bytes(capture, plan), pages.num_pages * pages.page_size
+        if plan is None:  # then nothing keeps its place once it is handed out
+            rows = min(rows, 2 * ROWS_AT_ONCE)
+        self.ring = Ring(min(RING_BYTES, chunks(rows) * chunk), device)
+        self._most_rows = min(ROWS_AT_ONCE, self.ring.nbytes // max(chunk, 1) * CHUNK)
+        self._flights: deque[_Flight] = deque()
+        """Oldest first, which is the order in which they arrive."""
 
-    def collect(self, sequences: Items[Sequence], weight_version: int) -> list[Harvested]:
-        """Gather, encode and store; in the order of ``sequences``, which still own their pages."""
-        found: list[Harvested] = []
-        for members in _split(sequences):
-            group = self._group(members)
-            routes: Items[Tensor | None] = [None] * len(members)
+    @property
+    def busy(self) -> bool:
+        """Whether anything was gathered and not handed out."""
+        return any(flight.members for flight in self._flights)
+
+    @property
+    def request_ids(self) -> set[str]:
+        """Ids of requests of which something was gathered and not handed out."""
+        return {member.sequence.request.id for flight in self._flights for member in flight.members}
+
+    def gather(self, sequences: Items[Sequence], weight_version: int) -> None:
+        """Gather the rows of ``sequences``, which still own their pages and need them no more when this returns."""
+        for some in _split(sequences, self._most_rows):
+            members, slots, expected = self._places(some)
+            self._wait_for_memory(len(slots))
+            tensors: list[Tensor] = []
+            sheaf = None
+            if some[0].guidance and self.plan is not None and self.store is not None:
+                sheaf = gather(self.capture, self.pool, slots, expected, self.plan)
+                tensors += sheaf.tensors
             if self.capture.routes is not None:
-                all_routes = self.capture.routes.index_select(0, group.slots).cpu()
-                # Copies: a rollout must not keep the rows of its neighbours alive.
-                routes = [part.clone() for part in _cut(group, all_routes)]
-            if members[0].guidance and self.plan is not None and self.store is not None:
-                found += self._ship(group, routes, self.plan, self.store, weight_version)
-            else:
-                found += [Harvested(part, None, 0) for part in routes]
+                tensors.append(self.capture.routes.index_select(0, slots))
+            parcel = self.ring.send(tensors)
+            self._flights.append(_Flight(members, parcel, len(slots)))
+            if sheaf is not None:
+                self._frame(members, sheaf.sent(parcel), weight_version)
+
+    def take(self, *, wait: bool) -> list[tuple[Sequence, Harvested]]:
+        """Hand out what has arrived, or everything, for which the host may have to ``wait``. Frames go to the store."""
+        found: list[tuple[Sequence, Harvested]] = []
+        while self._flights and (wait or self._flights[0].parcel.arrived):
+            found += self._unpack(self._flights.popleft())
         return found
 
-    def _group(self, sequences: list[Sequence]) -> _Group:
-        starts, end = [], 0
+    def drop(self, request_id: str) -> list[Sequence]:
+        """Give up on a request; its sequences that were not handed out."""
+        dropped = []
+        for flight in self._flights:
+            for member in [m for m in flight.members if m.sequence.request.id == request_id]:
+                flight.members.remove(member)
+                dropped.append(member.sequence)
+                if member.frame is not None:
+                    member.frame[1].drop()
+        return dropped
+
+    def clear(self) -> None:
+        """Give up on everything."""
+        for request_id in self.request_ids:
+            self.drop(request_id)
+        self._flights.clear()
+
+    def _places(self, sequences: list[Sequence]) -> tuple[list[_Member], Tensor, Tensor]:
+        """Where sequences stand among ``R`` rows; slots ``(R,)`` int64 of rows, and tickets that they must carry.
+
+        Tickets are ``(R,)`` int32, 0 for padding, which no writer has.
+        """
+        members, end = [], 0
         for sequence in sequences:
-            starts.append(end)
-            end += chunks(sequence.length - 1) * CHUNK
+            members.append(_Member(sequence, end))
+            end += _padded(sequence)
         page = self.pages.page_size
         slots = np.full(end, self.pages.padding_page * page, np.int64)
         expected = np.zeros(end, np.int32)
-        for sequence, start in zip(sequences, starts, strict=True):
+        for member in members:
+            sequence, start = member.sequence, member.start
             rows, prefix = sequence.length - 1, sequence.prefix_length
             own = np.array(sequence.pages)[:, None] * page + np.arange(page)
             slots[start : start + rows] = own.ravel()[:rows]
             expected[start : start + prefix] = sequence.prefix_ticket
             expected[start + prefix : start + rows] = sequence.ticket
-        places = (torch.from_numpy(part).to(self.device) for part in (slots, expected))
-        return _Group(sequences, starts, *places)
+        return members, upload(slots, self.device), upload(expected, self.device)
 
-    def _ship(
-        self, group: _Group, routes: Items[Tensor | None], plan: Plan, store: Store, weight_version: int
-    ) -> list[Harvested]:
-        sheaf = gather(self.capture, self.pool, group.slots, group.expected, plan).cpu()
-        frames, missing, valid = [], [], sheaf.valid.numpy()
-        for sequence, start in zip(group.sequences, group.starts, strict=True):
-            rows = sequence.length - 1
+    def _wait_for_memory(self, rows: int) -> None:
+        """Until no more rows wait on the device than may."""
+        waiting = [flight for flight in self._flights if not flight.parcel.arrived]
+        while waiting and sum(flight.rows for flight in waiting) + rows > 2 * ROWS_AT_ONCE:
+            waiting.pop(0).parcel.open()
+
+    def _frame(self, members: list[_Member], sheaf: Sheaf, weight_version: int) -> None:
+        """Give members frames of a sheaf that may not have arrived."""
+        for member in members:
+            sequence = member.sequence
             frame = pending_rows(
                 sheaf,
-                start,
-                rows,
+                member.start,
+                sequence.length - 1,
                 token_hash=token_hash(sequence.tokens),
                 numerics_hash=self.numerics_hash,
                 weight_version=weight_version,
             )
             key = make_key(sequence.request.id, sequence.sample, sequence.arrival, f"v{weight_version}")
-            frames.append((key, frame))
-            missing.append(rows - int(np.count_nonzero(valid[start : start + rows])))
-        return [Harvested(*row) for row in zip(routes, store.keep_all(frames), missing, strict=True)]
+            member.frame = key, frame
+
+    def _unpack(self, flight: _Flight) -> list[tuple[Sequence, Harvested]]:
+        """What became of the members of a flight, whose frames the store takes."""
+        tensors, members = flight.parcel.open(), flight.members
+        frames = [member.frame for member in members if member.frame is not None]
+        handles: Items[Handle | None] = [None] * len(members)
+        missing, routes = [0] * len(members), [None] * len(members)
+        if frames and self.store is not None:
+            handles, valid = self.store.keep_all(frames), tensors[1].numpy()
+            missing = [int(np.count_nonzero(~valid[member.rows])) for member in members]
+        if self.capture.routes is not None:
+            # Copies: a rollout must not keep the rows of its neighbours alive.
+            routes = [tensors[-1][member.rows].clone() for member in members]
+        found = zip(routes, handles, missing, strict=True)
+        return [(member.sequence, Harvested(*row)) for member, row in zip(members, found, strict=True)]
 
 
 def gather(capture: Capture, pool: StoredKV | None, slots: Tensor, expected: Tensor, plan: Plan) -> Sheaf:
@@ -192,20 +280,30 @@ def _from_pool(shapes: Items[SiteShape], pool: StoredKV | None, slots: Tensor, p
     return pack_bits(e2m1.unpack(packed), plan.bits), scales
 
 
-def _cut(group: _Group, tensor: Tensor) -> list[Tensor]:
-    """Each sequence's rows of a tensor ``(R, ...)``."""
-    return [tensor[a : a + s.length - 1] for a, s in zip(group.starts, group.sequences, strict=True)]
+def _chunk_bytes(capture: Capture, plan: Plan | None) -> int:
+    """Bytes of the parcel of 16 rows; ``n`` times as many rows take at most ``n`` times as many."""
+    tensors: list[Tensor] = []
+    if plan is not None:
+        tensors += Sheaf.new(plan, capture.table, torch.empty(CHUNK, dtype=torch.bool)).tensors
+    if capture.routes is not None:
+        tensors.append(capture.routes[:1].expand(CHUNK, -1, -1))
+    return parcel_bytes(tensors)
 
 
-def _split(sequences: Items[Sequence]) -> Iterable[list[Sequence]]:
-    """Cut into groups of at most :data:`ROWS_AT_ONCE` rows, or of one sequence, that all ship guidance or none does."""
+def _padded(sequence: Sequence) -> int:
+    """Rows of a sequence, filled up to whole chunks."""
+    return chunks(sequence.length - 1) * CHUNK
+
+
+def _split(sequences: Items[Sequence], most: int) -> Iterable[list[Sequence]]:
+    """Cut into groups of at most ``most`` rows, or of one sequence, that all ship guidance or none does."""
     group: list[Sequence] = []
     rows = 0
     for sequence in sequences:
-        if group and (rows + sequence.length > ROWS_AT_ONCE or group[0].guidance != sequence.guidance):
+        if group and (rows + _padded(sequence) > most or group[0].guidance != sequence.guidance):
             yield group
             group, rows = [], 0
         group.append(sequence)
-        rows += sequence.length
+        rows += _padded(sequence)
     if group:
         yield group

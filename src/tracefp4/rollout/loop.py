@@ -53,6 +53,11 @@ class Loop:
         return self._scheduler.busy or bool(self._ended)
 
     @property
+    def request_ids(self) -> set[str]:
+        """Ids of requests of which something is left to do or to take."""
+        return self._scheduler.request_ids() | {sequence.request.id for sequence in self._ended}
+
+    @property
     def waited_for(self) -> bool:
         """Whether somebody is to be prefilled now, who may need the pages of those that ended."""
         return self._scheduler.has_prefill

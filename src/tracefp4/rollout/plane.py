@@ -144,7 +144,7 @@ class KVPlane:
 
     def write_heads(
         self, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, turn: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor, float] | None,
+        norms: tuple[Tensor, Tensor, float, bool] | None,
     ) -> Tensor | None:  # fmt: skip
         """Normalise and turn queries and keys, quantize and store keys and values, all in one launch.
 

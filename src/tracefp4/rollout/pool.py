@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from tracefp4.formats.numerics import Numerics
 from tracefp4.formats.spec import Spec
 from tracefp4.models.layout import ModelLayout
 from tracefp4.rollout.plane import KVFormat, KVPlane
+from tracefp4.rollout.upload import upload
 
 if TYPE_CHECKING:
     from tracefp4.kernels.attention_decode import PagedKV
@@ -179,7 +181,7 @@ class KVPool:
 
     def write_heads(
         self, layer: int, slots: Tensor, q: Tensor, k: Tensor, v: Tensor, turn: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor, float] | None,
+        norms: tuple[Tensor, Tensor, float, bool] | None,
     ) -> Tensor | None:  # fmt: skip
         """Store in decoder layer ``layer`` what was projected, and return queries; see :meth:`KVPlane.write_heads`."""
         return self._planes[layer].write_heads(slots, q, k, v, turn, norms)
@@ -201,8 +203,8 @@ class KVPool:
         plain = [layer for layer in layers if scales is None or layer not in index]
         if plain or scales is None:
             raise EngineError(f"layer {plain[0]} stores {kind} in {self.format.dtype}: there are no codes to read")
-        places = torch.tensor([index[layer] for layer in layers], device=scales.device).unsqueeze(1)
-        lines = (places * self._slots + slots.to(scales.device)).flatten()
+        first = np.array([index[layer] for layer in layers], np.int64)[:, None] * self._slots
+        lines = (upload(first, scales.device) + slots.to(scales.device)).flatten()
         whole = KVPlane(self.format, codes.flatten(0, 1), scales.flatten(0, 1))
         codes, scales = whole.stored(kind, lines)
         return codes.unflatten(0, (len(layers), -1)), scales.unflatten(0, (len(layers), -1))

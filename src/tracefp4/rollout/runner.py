@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +36,7 @@ from tracefp4.rollout.sampler import Draw, sample, top_logprobs
 from tracefp4.rollout.scheduler import Chunk, Start
 from tracefp4.rollout.sites import EngineSites
 from tracefp4.rollout.state import StatePool, cache_keyword
+from tracefp4.rollout.upload import upload
 
 
 @dataclass(slots=True)
@@ -257,7 +259,7 @@ class Runner:
         return min(self.pages.pages_for(length), self.inputs.max_width)
 
     def _to_device(self, values: list) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+        return upload(np.array(values, np.int64), self.device)
 
 
 def bucket_length(tokens: int) -> int:

@@ -32,10 +32,12 @@ from tracefp4.guidance.rounding import (
     round_gated,
     round_gated_compensated,
     round_nearest,
+    round_normed,
 )
 from tracefp4.kernels.place import Place
 from tracefp4.models.latent import expand_latent, join_rope, rope_part
 from tracefp4.models.layout import ModelLayout
+from tracefp4.models.norms import plain_norm
 from tracefp4.models.operands import OperandCache
 from tracefp4.models.recurrence import convolve, delta_rule
 from tracefp4.models.sites import Choice, Heads, LayerSites, Operand
@@ -141,6 +143,8 @@ class EngineSites(LayerSites["_Experts", "_Router", "_Attention"]):
 class _Experts:
     owner: EngineSites
     layer: int
+    _entered: tuple[Tensor, Rounding] | None = None
+    """What :meth:`enter_normed` made, until :meth:`enter` is called with the same rows."""
 
     def gate_up(self, module: nn.Module) -> Operand:
         return self._weight(module, "gate_up_proj")
@@ -154,9 +158,32 @@ class _Experts:
         down = self.owner.kernel_weights.get((self.layer, "down_proj"))
         return None if up is None or down is None else (up, down)
 
+    @property
+    def takes_norm(self) -> bool:
+        """Whether :meth:`enter_normed` may make more of its norm than a tensor."""
+        return self.owner.spec.for_site(Site(self.layer, Kind.EXPERTS_IN)) is not None and not self.owner.residual
+
     def enter(self, x: Tensor) -> Operand:
         batch = self.owner.here(f"{self.layer}.enter")
+        entered, self._entered = self._entered, None
+        if entered is not None and entered[0].data_ptr() == x.data_ptr() and entered[0].numel() == x.numel():
+            return self._recorded(Site(self.layer, Kind.EXPERTS_IN), entered[1], batch, None)
         return self._quantize(Kind.EXPERTS_IN, x, batch, None)
+
+    def enter_normed(self, x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
+        """``x + added`` and its norm; where there is a kernel for it, the rounding that :meth:`enter` will ask for."""
+        site, batch = Site(self.layer, Kind.EXPERTS_IN), self.owner.running
+        numerics = self.owner.spec.for_site(site)
+        if self.takes_norm and numerics is not None:
+            bits, place = self.owner.capture.bits_of(site), self._place(site, batch)
+            flat, other = (t.contiguous().view(-1, t.shape[-1]) for t in (x, added))
+            found = round_normed(flat, other, weight, eps, numerics, bits, offset=offset, place=place)
+            if found is not None:
+                hidden, normed, rounding = found
+                self._entered = normed, rounding
+                return hidden.view(x.shape), normed.view(x.shape)
+        hidden = x + added
+        return hidden, plain_norm(hidden, weight, eps, offset)
 
     def middle(self, h: Tensor, pairs: Tensor | None) -> Operand:
         """``pairs``: of each row; ``None`` if they are in order."""
@@ -273,29 +300,33 @@ class _Attention:
         """Store K and V of the current tokens, and attend to what is stored."""
         batch = self.owner.here(f"{self.layer}.attend")
         self.owner.pool.write(self.layer, batch.slots, self._parts(module, k, v))
-        if isinstance(batch, PrefillBatch):
-            kv, read = self.owner.pool.paged(self.layer, 1), partial(self._read, module)
-            return attend_prefill(q, kv, read, batch.pieces, scaling=scaling, window=window, sinks=sinks)
-        return self._decode(module, q, batch, scaling, window, sinks)
+        return self._attend_stored(module, q, batch, scaling, window, sinks)
+
+    def takes_heads(self) -> bool:
+        """Whether K and V are stored by kernels."""
+        return self.owner.pool.for_kernels
 
     def attend_heads(
         self, module: Any, heads: Heads, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor | None:
-        """:meth:`attend` of a decode step from projected rows, where a kernel stores them."""
-        batch = self.owner.running
-        if not isinstance(batch, DecodeBatch):
-            return None
-        norms = (module.q_norm.weight, module.k_norm.weight, module.q_norm.variance_epsilon) if heads.normed else None
-        q, k, v = (x.squeeze(1).unflatten(1, (-1, heads.width)) for x in (q, k, v))
-        turned = self.owner.pool.write_heads(self.layer, batch.slots, q, k, v, (cos.squeeze(1), sin.squeeze(1)), norms)
+        """:meth:`attend` from projected rows, where a kernel stores them."""
+        batch, norms = self.owner.running, None
+        if heads.eps is not None:
+            norms = module.q_norm.weight, module.k_norm.weight, heads.eps, heads.added
+        rows, k, v, cos, sin = (x.flatten(0, 1) for x in (q, k, v, cos, sin))
+        turned = self.owner.pool.write_heads(self.layer, batch.slots, rows, k, v, (cos, sin), norms)
         if turned is None:
             return None
         self.owner.here(f"{self.layer}.attend")
-        return self._decode(module, turned.unsqueeze(2), batch, heads.scaling, heads.window, None)
+        queries = turned.unflatten(0, q.shape[:2]).transpose(1, 2)
+        return self._attend_stored(module, queries, batch, heads.scaling, heads.window, None)
 
-    def _decode(
-        self, module: nn.Module, q: Tensor, batch: DecodeBatch, scaling: float, window: int | None, sinks: Tensor | None
+    def _attend_stored(
+        self, module: nn.Module, q: Tensor, batch: Batch, scaling: float, window: int | None, sinks: Tensor | None
     ) -> Tensor:
+        if isinstance(batch, PrefillBatch):
+            kv, read = self.owner.pool.paged(self.layer, 1), partial(self._read, module)
+            return attend_prefill(q, kv, read, batch.pieces, scaling=scaling, window=window, sinks=sinks)
         return attend_decode(
             q,
             self.owner.pool.paged(self.layer, batch.page_size),

@@ -20,8 +20,29 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
-from tracefp4.errors import EngineError
-from tracefp4.models.layout import ModelLayout
+from tracefp4.errors import EngineError, ModelError
+from tracefp4.models.layout import DELTA_NETS, ModelLayout
+
+CONTINUING = (*DELTA_NETS, "GraniteMoeHybridMambaLayer", "KimiLinearDeltaAttention")
+"""Classes of transformers that take up any number of tokens where :class:`LinearAttentionLayer` left off; tests check
+each. Others forget the matrix when several tokens follow (Jamba), or keep something else (MiniMax, LFM2)."""
+
+
+def check_continues(model: torch.nn.Module, layout: ModelLayout) -> None:
+    """Refuse linear-attention layers that would forget, between two forward passes, what came before.
+
+    Raises:
+        ModelError: naming the first of them.
+    """
+    layers: Any = model.get_submodule(layout.decoder).layers
+    for index in layout.linear_layers:
+        names = [type(part).__name__ for part in layers[index].children() if hasattr(part, "layer_idx")]
+        if not any(name in CONTINUING for name in names):
+            found = ", ".join(names) or type(layers[index]).__name__
+            raise ModelError(
+                f"layer {index} of the {layout.family} model ({found}) has a state that this engine does not know how "
+                f"to carry from one forward pass to the next; it serves {', '.join(CONTINUING)}"
+            )
 
 
 class PassThrough(CacheLayerMixin):

@@ -80,8 +80,7 @@ class WeightSync:
         self._aside: dict[str, Aside] = {}
         """Of the weights that are kept arranged."""
         self._multiplied = self._experts.keys() if self._has_kernels(layout) else ()
-        for name in self._experts:
-            self._put(name, self._parameters[name])
+        refuse_inexact({name: self._put(name, self._parameters[name]) for name in self._experts})
         self._loads, self._digest = Repeated(), Digest()
 
     def _has_kernels(self, layout: ModelLayout) -> bool:
@@ -115,7 +114,7 @@ class WeightSync:
         if stay is not None:
             checked = {n: self._checked(n, tensors[n], p) for n, p in self._parameters.items()}
             exact = self._loads.run((stay, self._addresses()), lambda: self._put_all(checked))
-            refuse_inexact(exact, list(self._experts))
+            refuse_inexact(dict(zip(self._experts, exact, strict=False)))
             nbytes = sum(tensor.nbytes for tensor in checked.values())
         else:
             nbytes = self._put_each(state)
@@ -131,20 +130,20 @@ class WeightSync:
 
     def _put_all(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """Put all in place without waiting for the device; what is left to check, weight by weight."""
-        exact: list[Tensor] = []
-        for name in [*self._experts, *(n for n in tensors if n not in self._experts)]:
-            self._put(name, tensors[name], exact)
-        return exact
+        names = [*self._experts, *(n for n in tensors if n not in self._experts)]
+        # Of all expert weights or of none.
+        return [exact for name in names if (exact := self._put(name, tensors[name])) is not None]
 
     def _put_each(self, state: Mapping[str, Tensor | PackedWeight]) -> int:
-        nbytes = 0
+        nbytes, exact = 0, dict[str, Tensor | None]()
         for name in self._parameters:
             found = state[name]
             nbytes += found.nbytes
             if isinstance(found, PackedWeight):
-                self._put_packed(name, found)
+                exact[name] = self._put_packed(name, found)
             else:
-                self._put(name, self._checked(name, found, self._parameters[name]))
+                exact[name] = self._put(name, self._checked(name, found, self._parameters[name]))
+        refuse_inexact(exact)
         return nbytes
 
     def digest(self) -> str:
@@ -185,30 +184,31 @@ class WeightSync:
             return packed_again(self._kernel_weights[layer, projection], self._aside[name], self.numerics)
         return self._packed[name]
 
-    def _put(self, name: str, tensor: Tensor, exact: list[Tensor] | None = None) -> None:
+    def _put(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Put a weight in place; what :func:`refuse_inexact` is to be asked of it."""
         target = self._parameters[name]
         if name not in self._experts or self.numerics is None:
             if tensor is not target:
                 target.detach().copy_(tensor)
-            return
+            return None
         transposed = self._experts[name][2]
-        self._place(name, pack_weight(tensor.to(target.device), self.numerics, transposed=transposed), exact)
+        return self._place(name, pack_weight(tensor.to(target.device), self.numerics, transposed=transposed))
 
-    def _put_packed(self, name: str, packed: PackedWeight) -> None:
+    def _put_packed(self, name: str, packed: PackedWeight) -> Tensor | None:
         target = self._parameters[name]
         numerics, transposed = (self.numerics, self._experts[name][2]) if name in self._experts else (None, False)
         check_packed(name, packed, numerics, tuple(target.shape), transposed=transposed)
-        self._place(name, packed.to(target.device))
+        return self._place(name, packed.to(target.device))
 
-    def _place(self, name: str, packed: PackedWeight, exact: list[Tensor] | None = None) -> None:
+    def _place(self, name: str, packed: PackedWeight) -> Tensor | None:
         """Keep a packed weight, arranged if the kernel multiplies it, else with its operand in the parameter."""
         layer, projection, transposed = self._experts[name]
         target = self._parameters[name]
         if self._kernel_weights is not None and name in self._multiplied:
-            put_arranged(self._kernel_weights, (layer, projection), packed, exact)
+            exact = put_arranged(self._kernel_weights, (layer, projection), packed)
             put_aside(self._aside, name, packed)
             _empty(target)
-            return
+            return exact
         self._packed[name] = packed
         operand = packed.operand()
         values = target.detach().transpose(1, 2) if transposed else target.detach()
@@ -218,6 +218,7 @@ class WeightSync:
             self._scales[layer, projection] = operand.scale
         else:
             known.copy_(operand.scale)
+        return None
 
     def _check_names(self, state: Mapping[str, Tensor | PackedWeight]) -> None:
         missing = [name for name in self._parameters if name not in state]

@@ -5,7 +5,7 @@ sides are too far apart the restored scale is wrong, and nothing in it shows tha
 bytes of each site and 16 tokens travels along. Failures are counted, not repaired: the rate tells whether a plan's
 scales are safe on this model, and a rate that is not near zero means that they are not.
 
-Comparing takes a GPU less time than launching it, so sites of a kind are compared eight at a time.
+Comparing takes a GPU less time than launching it, so sites of a kind are compared several at a time.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from torch import Tensor
 
 from tracefp4.guidance.codec import count_failures
 from tracefp4.guidance.record import SiteRecord
+from tracefp4.kernels.sizes import COMPARED_TOGETHER
 from tracefp4.training.ranks import ALONE, Ranks
-
-TOGETHER = 8
-"""Sites that are compared at once."""
 
 
 class ScaleChecks:
@@ -53,7 +51,7 @@ class ScaleChecks:
         scales = scales.reshape(*valid.shape, -1)
         same = self._waiting.setdefault(scales.shape[-1], [])
         same.append((scales, record.checks))
-        if len(same) == TOGETHER:
+        if len(same) == COMPARED_TOGETHER:
             self._compare(scales.shape[-1], valid)
 
     def _compare(self, width: int, valid: Tensor) -> None:
