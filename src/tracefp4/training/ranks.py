@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tracefp4.errors import ConfigError
+from tracefp4.errors import ConfigError, TrainingError
 
 PATIENCE = timedelta(hours=2)
 """How long a rank waits for the others: rollouts of one rank, or a warm start that the first one makes, may take
@@ -37,6 +37,8 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    line: _Line | None = field(default=None, repr=False, compare=False)
+    """What joins several ranks."""
 
     @property
     def first(self) -> bool:
@@ -90,14 +92,28 @@ class Ranks:
     def _exchange(self, data: bytes) -> list[bytes]:
         if self.size == 1:
             return [data]
+        if self.line is None or self.line.group is None:
+            raise TrainingError(f"rank {self.rank} of {self.size} is not joined to the others, or no longer")
+        group = self.line.group
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]))
+        dist.all_gather(sizes, torch.tensor([len(data)]), group)
         lengths = [int(size) for size in sizes]
         padded = torch.zeros(max(lengths), dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group)
         return [part[:length].numpy().tobytes() for part, length in zip(parts, lengths, strict=True)]
+
+
+@dataclass(slots=True)
+class _Line:
+    """A group of processes for what :class:`Ranks` exchanges, and for nothing else.
+
+    Its threads hand tensors back to Python, and abort a process whose interpreter ends meanwhile. They are waited for
+    when the group is no more, so nothing may hold on to it: others than ours keep the default one in caches.
+    """
+
+    group: dist.ProcessGroup | None
 
 
 ALONE = Ranks()
@@ -128,7 +144,9 @@ def joined() -> Iterator[Ranks]:
         torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=PATIENCE)
+    line = _Line(dist.new_group(backend="gloo", timeout=PATIENCE))  # type: ignore[arg-type]
     try:
-        yield Ranks(dist.get_rank(), size)
+        yield Ranks(dist.get_rank(), size, line)
     finally:
         dist.destroy_process_group()
+        line.group = None
