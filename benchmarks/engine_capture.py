@@ -5,7 +5,7 @@ generates the same requests, in an order that changes from round to round. Throu
 time*, summed over all processes and threads of the engine, so that other work on the machine counts as little as
 possible. The ratio is taken within a round; printed is the median over rounds with the smallest and largest.
 
-    python benchmarks/engine_capture.py sglang tiny-moe --plans none r1-all r1-all+mid --rounds 8
+    python benchmarks/engine_capture.py sglang tiny-moe --plans none r1-all/s8 r1-all+mid/s8 --rounds 8
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("engine")
     parser.add_argument("model")
     parser.add_argument("--spec", default="nvfp4-w4a4-kv4")
-    parser.add_argument("--plans", nargs="+", default=["none", "r1-all", "r1-all+mid"])
+    parser.add_argument("--plans", nargs="+", default=["none", "r1-all/s8", "r1-all+mid/s8"])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=32)

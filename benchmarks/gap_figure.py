@@ -27,7 +27,8 @@ def rows_of(path: Path) -> dict[str, dict]:
     found = json.loads(path.read_text(encoding="utf-8"))
     rows = found.get("measurement", found)["rows"]
     kept = [row for row in rows if row["route_replay"] and row["decoder"] in (None, "bracket")]
-    return {row["plan"] or row["name"]: row for row in kept}
+    # Whole scales: without a word in older measurements, ``/s8`` in newer ones.
+    return {(row["plan"] or row["name"]).removesuffix("/s8"): row for row in kept}
 
 
 def main(target: Path, inputs: list[str]) -> None:

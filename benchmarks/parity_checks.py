@@ -143,7 +143,7 @@ def main() -> None:
     loaded, spec = load_named(wanted.model, wanted.device), get_spec(wanted.spec, wanted.numerics)
     layout = describe(loaded.model)
     rollouts, truth = _generate(loaded, spec, Plan.parse(FULL_PLAN), _requests(wanted, loaded, 0), wanted, print)
-    plan, shapes = Plan.parse("r1-all+mid", layout.num_layers), layout.recordable_shapes(spec)
+    plan, shapes = Plan.parse("r1-all+mid/s8", layout.num_layers), layout.recordable_shapes(spec)
     guidance = [restrict(record, plan, shapes, layout.num_layers) for record in truth]
     sites, seen = TrainerSites(layout, spec), Parities()
     with bound(loaded.model, sites):

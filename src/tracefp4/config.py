@@ -238,13 +238,15 @@ class Config(_Table):
     """How rollout and trainer are quantized: ``bf16``, ``qat``, ``qat_w4a16``, ``qarl``, ``quads``, ``tis_sc``,
     ``trace``."""
     spec: str = "nvfp4-w4a4-kv4"
-    """Deployment: formats of weights, activations and KV cache."""
+    """Deployment: formats of weights, activations and KV cache. A suffix leaves the first layers in BF16 on both sides:
+    ``nvfp4-w4a4-kv4/b2`` two of them (engine ``embedded``)."""
     numerics: str = "nvfp4-te"
     """Named arithmetic of the FP4 formats."""
     plan: str = "r1-all+mid"
     """Which quantization outcomes of the rollout guide the trainer: ``r1-...`` records bits of the codes, ``c1-...``
-    their checks, and pulls bits where one fails (engine ``embedded``); ``auto:<bytes a token>`` chooses by
-    measurement."""
+    their checks, and pulls bits where one fails (engine ``embedded``). Without ``/s8``, ``/s3`` or ``/s2`` block scales
+    travel in the bits that were measured to be enough for its sites. ``auto:<bytes a token>`` chooses by
+    measurement, and with it how many first layers stay in BF16, unless ``spec`` ends in ``/b0`` or another number."""
     decoder: Literal["bracket", "nearest", "map", "replay"] = "bracket"
     """How guided rounding reads the recorded bits."""
     key_basis: Literal["plain", "rotated", "centred", "centred-rotated"] = "plain"

@@ -75,7 +75,7 @@ def test_train_resumes_and_prints_one_object(config: Path, trained: Path, capsys
         "report": str(trained / "report.html"),
     }
     assert "trainer: the same, checked module by module" in shown.err
-    assert re.search(r"guidance r1-all\+mid: \d+ B a token", shown.err)
+    assert re.search(r"guidance r1-all\+mid/s2: \d+ B a token", shown.err)
 
 
 def test_train_dry_run_prints_a_config_that_loads_again(

@@ -55,6 +55,14 @@ def _compare(config: Path, out: Path, *more: str) -> int:
     return main.run(["compare", str(config), "--out", str(out), "--no-probe", "--json", *more])
 
 
+def test_every_arm_deploys_the_same_layers(fake: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan that is chosen would choose them for its own arm alone."""
+    assert _compare(config, fake / "c", "--set", "plan=auto:4096") == 0
+    found = load(fake / "c" / "results.json")
+    assert "spec=nvfp4-w4a4-kv4/b0" in found.runs["trace"][0].command
+    assert "spec=" not in found.runs["qat"][0].command
+
+
 def test_runs_tables_and_page(fake: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _compare(config, fake / "c", "--seeds", "2") == 0
     shown = json.loads(capsys.readouterr().out)
@@ -149,7 +157,8 @@ def test_plans_that_training_would_refuse_are_not_among_the_usual_ones(
     overrides = [word for item in ["plan=r2-all", *settings] for word in ("--set", item)]
     assert _compare(config, fake / "c", "--tables", "t5", "--only", "bf16", *overrides) == 0
     plans = [arm.plan for arm in load(fake / "c" / "results.json").arms][1:]
-    assert plans[0] == "r2-all" and "r1-all+mid" in plans and ("c1-all+mid/s2" in plans) == checked
+    assert plans[0] == ("r2-all/s8" if settings else "r2-all/s3") and "r1-all+mid/s8" in plans
+    assert ("c1-all+mid/s2" in plans) == checked
 
 
 @pytest.mark.parametrize(

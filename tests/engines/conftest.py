@@ -98,7 +98,7 @@ def started(name: str, spec: Spec, dtype: torch.dtype) -> Iterator[Bench]:
         model=tiny_model("qwen3_moe", **build),
         tokenizer=None,
         spec=spec,
-        plan=Plan.parse("r4-all+mid"),
+        plan=Plan.parse("r4-all+mid/s8"),
         store=store,
         settings=EngineConfig(**sizes),
     )

@@ -165,7 +165,7 @@ def test_guidance_carries_the_weight_version_and_grows_stale(served, ask):
     rollout = served.engine.generate([ask("version", 9)])[0]
     assert served.engine.weight_version == rollout.weight_version == 5
     data = served.store.get(rollout.guidance)
-    expect = {"tokens": rollout.tokens, "numerics_hash": served.spec.hash, "plan": "r4-all+mid"}
+    expect = {"tokens": rollout.tokens, "numerics_hash": served.spec.hash, "plan": "r4-all+mid/s8"}
     assert decode(data, Expectation(**expect, weight_version=5)).weight_version == 5
     with pytest.raises(GuidanceStale):
         decode(data, Expectation(**expect, weight_version=6))

@@ -185,7 +185,7 @@ def test_an_arm_is_gone_before_the_next_one_is_made(bench, monkeypatch, name):
     def watched(*args):
         assert not [ref for ref in alive if ref() is not None]
         engine = make(*args)
-        alive.extend(weakref.ref(tensor) for tensor in (*engine.model.parameters(), engine.pool._codes))
+        alive.extend(weakref.ref(tensor) for tensor in (*engine.model.parameters(), engine.pool._stack.codes))
         return engine
 
     monkeypatch.setattr(bench_engine, "make_engine", watched)
@@ -324,7 +324,7 @@ def test_capture_rows_and_the_parts_of_a_step(bench):
     assert not bench.failures and len(shown) == len(bench.rows)
     plain, *plans = [row for row in bench.rows if row.name == f"decode {part.label} B2 35"]
     assert plain.arm == "fp4 nvfp4-w4a4-kv4"
-    assert [row.arm.split()[-1] for row in plans] == ["r1-l1", "r1-all", "r4-all+mid"]
+    assert [row.arm.split()[-1] for row in plans] == ["r1-l1", "r1-all/s8", "r4-all+mid/s8"]
     assert all("of the step without" in row.detail for row in plans)
     parts = {row.arm: row.value for row in bench.rows if row.name.startswith("breakdown")}
     assert list(parts) == ["forward", "kv dequantization", "wa guidance", "kv guidance", "frames"]

@@ -28,15 +28,15 @@ def engine_of(family="qwen3_moe", spec="nvfp4-w4a4-kv4", plan=None, device="cpu"
 
 
 def test_a_step_records_into_its_own_record_and_stores_into_its_own_pool(device):
-    engine = engine_of(plan="r1-all", device=device.type)
+    engine = engine_of(plan="r1-all/s8", device=device.type)
     steps = Steps(engine, 3, 10)
     sites, kept = engine._runner.sites, engine.capture._rows.clone()
-    recorded, dense = steps.step(Plan.parse("r4-all+mid")), steps.step(dense=True)
+    recorded, dense = steps.step(Plan.parse("r4-all+mid/s8")), steps.step(dense=True)
     pool = [tensor.clone() for tensor in engine.pool._tensors()]
     assert all(value > 0 for value in dense.seconds(2))
     assert all(torch.equal(a, b) for a, b in zip(pool, engine.pool._tensors(), strict=True))
     slots = [3 * i * 4 + 9 for i in range(3)]  # three pages each, the tenth token
-    assert dense.pool.numerics is None and all(dense.pool._codes[:, slot].any() for slot in slots)
+    assert dense.pool.numerics is None and all(dense.pool._stack.codes[:, slot].any() for slot in slots)
     recorded.seconds(1)
     assert torch.equal(engine.capture._rows, kept) and (sites.pool, sites.capture) == (engine.pool, engine.capture)
     # A graph is made for a batch of 4; its fourth row fills it up and writes where no sequence has a page.
@@ -48,9 +48,9 @@ def test_a_step_records_into_its_own_record_and_stores_into_its_own_pool(device)
 
 def test_a_padding_row_writes_to_the_padding_page_alone_and_bears_no_ticket():
     """What a graph does that is replayed for fewer sequences than it has rows, without a graph."""
-    engine = engine_of(plan="r1-all")
+    engine = engine_of(plan="r1-all/s8")
     steps = Steps(engine, 3, 10)
-    recorded = steps.step(Plan.parse("r4-all+mid"))
+    recorded = steps.step(Plan.parse("r4-all+mid/s8"))
     inputs = engine._runner.inputs.fill(recorded.rows, 4, recorded.width)
     with torch.no_grad(), recorded._serving():
         engine._runner.decode_step(inputs, False)
@@ -89,8 +89,8 @@ def test_the_parts_are_differences_of_steps_and_what_their_rows_cost_at_the_end(
     [
         ("qwen3_5_moe", "nvfp4-w4a4-kv4", "r1-all/s3", ()),
         ("deepseek_v3", "nvfp4-w4a4-kv4", "c1-all+mid/s2", ()),
-        ("qwen3_moe", "nvfp4-w4a4", "r1-all", ("kv_dequantization", "kv_guidance")),
-        ("qwen3_moe", "nvfp4-kv4", "r1-all:kv", ("wa_guidance",)),
+        ("qwen3_moe", "nvfp4-w4a4", "r1-all/s8", ("kv_dequantization", "kv_guidance")),
+        ("qwen3_moe", "nvfp4-kv4", "r1-all:kv/s8", ("wa_guidance",)),
         ("qwen3_moe", "bf16", None, ("kv_dequantization", "wa_guidance", "kv_guidance", "frames")),
     ],
 )
@@ -105,7 +105,7 @@ def test_the_record_costs_what_was_put_into_it(clock, monkeypatch):
     """A recorder that sleeps is found in the part of the experts' guidance, and nowhere else."""
     monkeypatch.setattr("tracefp4.evaluation.steps.time", clock)
     steps = Steps(engine_of(), 2, 8)
-    plan = Plan.parse("r1-all:experts")
+    plan = Plan.parse("r1-all:experts/s8")
     plain, recorded = steps.step(), steps.step(plan)
     write = recorded.capture.write
     recorded.capture.write = lambda *args: clock.sleep(0.05) or write(*args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ import torch
 
 from tracefp4.core import Kind, Rollout
 from tracefp4.errors import ConfigError
-from tracefp4.evaluation import measure as module
+from tracefp4.evaluation import gauge as module
 from tracefp4.evaluation.gap import Scored
-from tracefp4.evaluation.measure import DEFAULT_ROWS, Gauge, MeasureSettings, measure
+from tracefp4.evaluation.gauge import Gauge
+from tracefp4.evaluation.measure import DEFAULT_ROWS, MeasureSettings, measure
 from tracefp4.evaluation.rows import Measurement, Row, gap_row
 from tracefp4.formats.spec import get_spec
-from tracefp4.guidance.auto import LARGEST
+from tracefp4.guidance.auto import LARGEST, Choice
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.sizes import bytes_per_token
 from tracefp4.models.layout import describe
@@ -25,7 +27,7 @@ from tracefp4.rl.statistics import cluster_sums, ratio_bootstrap
 
 SMALL = MeasureSettings(
     model="tiny:qwen3_moe",
-    plans=("r4-all+mid@replay", "r1-all+mid", "r1-all+mid/s3", "r1-all:kv", "c1-all+mid/s3"),
+    plans=("r4-all+mid/s8@replay", "r1-all+mid/s8", "r1-all+mid/s3", "r1-all:kv", "c1-all+mid/s3"),
     prompts=3,
     samples=2,
     max_new_tokens=12,
@@ -83,7 +85,7 @@ def test_every_row_is_there(measured) -> None:
 
 def test_guidance_narrows_the_gap(measured) -> None:
     found, _, _ = measured
-    qat, guided = _row(found, "qat"), _row(found, "guided", "r1-all+mid")
+    qat, guided = _row(found, "qat"), _row(found, "guided", "r1-all+mid/s8")
     assert guided.k3 <= qat.k3
     assert guided.wrong_code_rate is not None and qat.wrong_code_rate is not None
     assert guided.wrong_code_rate < qat.wrong_code_rate
@@ -106,7 +108,7 @@ def test_a_checked_plan_measures_as_its_bits_and_counts_what_it_pulls(measured) 
 
 def test_replayed_codes_are_the_rollouts(measured) -> None:
     found, _, _ = measured
-    assert _row(found, "guided", "r4-all+mid").wrong_code_rate == 0.0
+    assert _row(found, "guided", "r4-all+mid/s8").wrong_code_rate == 0.0
     differences = [s["relative_difference"] for s in found.sites if s["decoder"] == "replay"]
     assert differences and max(differences) == 0.0
 
@@ -163,7 +165,7 @@ def test_mxfp8_activations_are_measured_with_their_guidance() -> None:
     )
     assert {s["kind"] for s in found.sites} == {"k", "v", "experts_in", "experts_mid"}
     assert len([row for row in found.rows if row.name == "guided"]) == len(DEFAULT_ROWS)
-    replayed = _first(found, "r4-all+mid", "replay")
+    replayed = _first(found, "r4-all+mid/s8", "replay")
     assert replayed.wrong_code_rate == 0.0
     # In two layers K and V of two heads, 32 values each, experts' inputs of 64 and two intermediates of 96: four bits a
     # value and one byte for 32 of them.
@@ -173,7 +175,9 @@ def test_mxfp8_activations_are_measured_with_their_guidance() -> None:
 @pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "mxfp4-w4a8-kv4", "mxfp4-w4a4-kv4", "nvfp4-w4a4", "nvfp4-kv4"])
 def test_guidance_corrects_codes_under_every_spec(spec: str) -> None:
     sizes = {"prompts": 6, "samples": 2, "max_new_tokens": 12, "device": "cpu"}
-    found = measure(MeasureSettings("tiny-moe", spec, plans=("r1-all+mid",) if "a" in spec else ("r1-all",), **sizes))
+    found = measure(
+        MeasureSettings("tiny-moe", spec, plans=("r1-all+mid/s8",) if "a" in spec else ("r1-all/s8",), **sizes)
+    )
     rows = {row.name: row for row in found.rows}
     assert rows["guided"].wrong_code_rate < 0.2 * rows["qat"].wrong_code_rate
     assert rows["guided"].k3 < rows["fp4_vs_bf16"].k3
@@ -208,8 +212,8 @@ def test_default_plans_without_a_site_are_left_out_and_named() -> None:
     ("changes", "message"),
     [
         ({"plans": ("r1-al",)}, "did you mean 'r1-all'"),
-        ({"plans": ("r1-all@brakcet",)}, "did you mean 'bracket'"),
-        ({"plans": ("r1-all@replay",)}, "whole codes"),
+        ({"plans": ("r1-all/s8@brakcet",)}, "did you mean 'bracket'"),
+        ({"plans": ("r1-all/s8@replay",)}, "whole codes"),
         ({"plans": ("r1-all:kv",), "spec": "nvfp4-w4a4"}, "selects no site"),
         ({"plans": ("r1-l9",)}, "the model has 2"),
         ({"spec": "bf16"}, "selects no site"),
@@ -237,6 +241,28 @@ def test_a_plan_is_chosen_on_other_prompts_and_keeps_its_bytes() -> None:
     assert row.bytes_per_token is not None and 0 < row.bytes_per_token <= 120
     assert row.plan is not None and any(f"auto:120: plan {row.plan}, " in text for text in notes)
     assert found.tokens <= 2 * small.max_new_tokens
+
+
+def test_layers_may_be_left_in_bf16_where_the_spec_names_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is chosen is measured on rollouts of that deployment; a named number is the only one that is tried."""
+    real = Gauge.choose
+
+    def choose(gauge: Gauge, *given: Any) -> Choice:
+        found = real(gauge, *given)
+        return replace(found, gap=found.gap if gauge.spec.bf16_layers else 9.0)
+
+    monkeypatch.setattr(Gauge, "choose", choose)
+    small = replace(SMALL, plans=("auto:120", "auto:90", "r1-all:kv"), prompts=2, samples=1, own_routes=False)
+    notes: list[str] = []
+    found = measure(small, notes.append)
+    guided = [(row.plan, row.bf16_layers) for row in found.rows if row.name == "guided"]
+    assert [layers for _, layers in guided] == [1, 1, 0]
+    assert sum("/b1: " in text and "response tokens" in text for text in notes) == 2  # both budgets share them
+    assert any("auto:120, nvfp4-w4a4-kv4/b1: plan " in text and "K and V " in text for text in notes)
+    assert any("auto:120: plan " in text and ", 1 layer in BF16, " in text for text in notes)
+    for text, layers in (("nvfp4-w4a4-kv4/b0", 0), ("nvfp4-w4a4-kv4/b1", 1)):
+        named = measure(replace(small, spec=text, plans=("auto:120",)))
+        assert [row.bf16_layers for row in named.rows if row.name == "guided"] == [layers]
 
 
 def test_bits_stay_with_the_engine_where_everything_would_not_fit() -> None:

@@ -74,17 +74,19 @@ def test_the_library_reads_back_the_weights_of_the_trainer(tmp_path: Path, name:
     assert len(tensors) == len(plain) + 3 * seen
 
 
-def test_modules_that_are_not_quantized_are_ignored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_modules_that_are_not_quantized_are_ignored(tmp_path: Path, first: int) -> None:
     from compressed_tensors.utils import match_name
 
     loaded = load_model("tiny-moe")
-    packed, _ = quantize_experts(loaded.model, "nvfp4", get_spec("nvfp4-w4a4-kv4").weights)
+    packed, _ = quantize_experts(loaded.model, "nvfp4", get_spec("nvfp4-w4a4-kv4").weights, first=first)
     tensors, weights, settings = read_back(write_compressed(loaded, packed, tmp_path / "out"))
     ignored = settings.ignore
     assert not any(match_name(module, name) for module in weights for name in ignored)
     linear = {n.removesuffix(".weight") for n, t in tensors.items() if n.endswith(".weight") and t.ndim == 2}
     assert linear <= set(ignored)
     assert any(name.endswith("lm_head") for name in ignored)
+    assert any(".layers.0.mlp.experts." in name for name in ignored) == (first == 1)
 
 
 def test_a_command_writes_it_and_calibration_adds_input_scales(tmp_path: Path) -> None:

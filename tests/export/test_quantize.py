@@ -62,6 +62,18 @@ def test_folder_loads_and_the_engine_serves_its_codes(tmp_path, task, method):
     assert len(rollout.response_ids) >= 1
 
 
+def test_layers_left_in_bf16_are_written_as_they_are(tmp_path, task):
+    folder, found = make(tmp_path, "nvfp4", task, spec="nvfp4-w4a4-kv4/b1")
+    model, spec = load_model("tiny-moe").model, get_spec(found["spec"])
+    packed, loaded = packed_weights(folder), dict(load_model(folder).model.named_parameters())
+    assert spec.bf16_layers == 1 and len(found["rows"]) == len(packed) == 6
+    assert not any(".layers.0." in name for name in packed)
+    assert all(torch.equal(loaded[n], p) for n, p in model.named_parameters() if n not in packed)
+    engine = EmbeddedEngine(load_model("tiny-moe").model, None, spec, max_tokens=512)
+    expected = model_digest(model, engine.layout, spec.weights, first=1)
+    assert engine.sync(loaded | packed, 1) == expected == engine.sync(dict(model.named_parameters()), 2)
+
+
 def test_nvfp4_is_what_a_sync_of_the_weights_does(tmp_path, task):
     folder, _ = make(tmp_path, "nvfp4", task)
     model = load_model("tiny-moe").model

@@ -6,7 +6,16 @@ import pytest
 
 from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.errors import ConfigError
-from tracefp4.guidance.auto import LARGEST, budget_of, choose_plan, simple_plans, units
+from tracefp4.guidance.auto import (
+    LARGEST,
+    Choice,
+    budget_of,
+    choose_depth,
+    choose_plan,
+    depths,
+    simple_plans,
+    units,
+)
 from tracefp4.guidance.plan import Plan, plan_of
 from tracefp4.guidance.sizes import bytes_per_token
 
@@ -110,3 +119,36 @@ def test_names() -> None:
     for text in ("auto", "auto:", "auto:0", "auto:1e3"):
         with pytest.raises(ConfigError, match="did you mean 'auto:4096'"):
             budget_of(text)
+
+
+@pytest.mark.parametrize(
+    ("layers", "tried"),
+    [(1, (0,)), (2, (0, 1)), (4, (0, 1)), (5, (0, 1, 2)), (30, (0, 1, 2, 4, 8)), (48, (0, 1, 2, 4, 8))],
+)
+def test_up_to_a_quarter_of_the_layers_may_be_left_in_bf16(layers: int, tried: tuple[int, ...]) -> None:
+    assert depths(layers) == tried
+
+
+@pytest.mark.parametrize(
+    ("gaps", "chosen", "asked"),
+    [
+        # The plan without such layers is as good as guidance of everything: nothing else is looked at.
+        ({0: 1.05, 1: 0.1, 2: 0.1}, 0, [0]),
+        # A layer in BF16 has to be worth a tenth of the gap.
+        ({0: 2.0, 1: 1.9, 2: 1.85}, 0, [0, 1, 2]),
+        ({0: 2.0, 1: 1.7, 2: 1.6}, 1, [0, 1, 2]),
+        ({0: 2.0, 1: 1.7, 2: 1.5}, 2, [0, 1, 2]),
+        # With one layer everything is reached that two could give.
+        ({0: 2.0, 1: 1.0, 2: 0.5}, 1, [0, 1]),
+    ],
+)
+def test_layers_in_bf16_are_tried_while_they_may_help(gaps: dict[int, float], chosen: int, asked: list[int]) -> None:
+    seen: list[int] = []
+
+    def choose(layers: int) -> Choice:
+        seen.append(layers)
+        return Choice(Plan.parse("r1-all:kv"), 10.0, gaps[layers], 1.0, 3)
+
+    best = choose_depth((0, 1, 2), choose)
+    assert (best.bf16_layers, best.gap, seen) == (chosen, gaps[chosen], asked)
+    assert ("in BF16" in str(best)) == (chosen > 0)

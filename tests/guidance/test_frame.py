@@ -131,7 +131,7 @@ def test_non_contiguous_tensors_are_written_as_they_read(small: Record) -> None:
 @pytest.mark.parametrize("rows", [1, 5])
 def test_axes_of_size_one_may_have_any_stride(make, small_shapes, rows: int) -> None:
     """Such tensors count as contiguous, so ``contiguous()`` does not put their strides right."""
-    record = make("r1-all", [small_shapes[0]], range(rows + 1))
+    record = make("r1-all/s8", [small_shapes[0]], range(rows + 1))
     site, part = next(iter(record.sites.items()))
     fields = {}
     for name in ("planes", "scales", "global_scale"):
@@ -170,8 +170,8 @@ def test_other_tokens(small: Record, tokens) -> None:
 
 
 def test_other_plan_or_numerics(small: Record) -> None:
-    with pytest.raises(GuidanceMismatch, match="has plan 'r2-all\\+mid/s3', expected 'r1-all'"):
-        decode(encode(small), Expectation(plan="r1-all"))
+    with pytest.raises(GuidanceMismatch, match="has plan 'r2-all\\+mid/s3', expected 'r1-all/s8'"):
+        decode(encode(small), Expectation(plan="r1-all/s8"))
     with pytest.raises(GuidanceMismatch, match="numerics 0123456789abcdef, the trainer has f00d"):
         decode(encode(small), Expectation(numerics_hash="f00d"))
 
@@ -205,7 +205,7 @@ def test_routes_that_were_expected(small: Record, make, small_shapes) -> None:
     with pytest.raises(GuidanceMismatch, match="routes of 2 layers and top 3, expected 2 layers and top 4"):
         decode(encode(small), Expectation(routes=(2, 4)))
     with pytest.raises(GuidanceMismatch, match="no routes, expected 2 layers"):
-        decode(encode(make("r1-all", small_shapes, TOKENS)), Expectation(routes=(2, 3)))
+        decode(encode(make("r1-all/s8", small_shapes, TOKENS)), Expectation(routes=(2, 3)))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_weight_versions(small: Record, version: int, lag: int, fits: bool) -> N
 
 def test_messages_name_the_sample(small: Record) -> None:
     with pytest.raises(GuidanceMismatch, match=r"^sample 7 of prompt-3 has plan"):
-        decode(encode(small), Expectation(plan="r1-all"), label="sample 7 of prompt-3")
+        decode(encode(small), Expectation(plan="r1-all/s8"), label="sample 7 of prompt-3")
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def _outcome(frame: bytes, expect: Expectation) -> object:
     return repr((about, record.valid.tolist(), values))  # a changed scale may be a NaN
 
 
-@pytest.mark.parametrize("plan", ["r1-all+mid/s2", "r4-all", "c1-all/s3"])
+@pytest.mark.parametrize("plan", ["r1-all+mid/s2", "r4-all/s8", "c1-all/s3"])
 def test_what_is_expected_is_read_at_a_glance_and_anything_else_with_care(
     plan: str, make, small_shapes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,9 +335,10 @@ def test_what_is_expected_is_read_at_a_glance_and_anything_else_with_care(
         tokens=tokens, numerics_hash="0123456789abcdef", plan=plan, shapes=shapes, weight_version=3, max_lag=1
     )
     others = [
-        replace(expect, tokens=tokens[:-1]), replace(expect, tokens=(*tokens[:-1], 7)), replace(expect, plan="r2-all"),
-        replace(expect, plan=f"{plan}+kv"), replace(expect, numerics_hash="1" * 16), replace(expect, weight_version=4),
-        replace(expect, weight_version=2), replace(expect, shapes=shapes[1:]),
+        replace(expect, tokens=tokens[:-1]), replace(expect, tokens=(*tokens[:-1], 7)),
+        replace(expect, plan="r2-all/s8"), replace(expect, plan=f"{plan}+kv"),
+        replace(expect, numerics_hash="1" * 16), replace(expect, weight_version=4), replace(expect, weight_version=2),
+        replace(expect, shapes=shapes[1:]),
         replace(expect, tokens=(-1, *tokens[1:])),
     ]  # fmt: skip
     frames = [frame, frame[:-1], frame + b"\0", frame[:30]]

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 import tracefp4
 from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.errors import GuidanceCorrupt, GuidanceError, GuidanceMismatch
-from tracefp4.guidance.frame import decode, encode
+from tracefp4.guidance.frame import Expectation, decode, encode
 from tracefp4.guidance.header import LIMITS, build_header, encode_header
 from tracefp4.guidance.plan import Plan
 from tracefp4.guidance.record import Record
@@ -125,10 +125,10 @@ def test_another_version_is_no_corruption(tiny: Record, reseal: Reseal) -> None:
 
 
 def test_huge_claims_are_refused_before_allocation(tiny: Record, reseal: Reseal) -> None:
-    rows, _ = build_header(Plan.parse("r1-all"), [SHAPE], 2**40)
-    wide, _ = build_header(Plan.parse("r1-all"), [replace(SHAPE, width=2**40)], 4)
-    many, _ = build_header(Plan.parse("r1-all"), [replace(SHAPE, vectors=2**40)], 4)
-    long, _ = build_header(Plan.parse("r1-all"), [SHAPE], LIMITS.rows)
+    rows, _ = build_header(Plan.parse("r1-all/s8"), [SHAPE], 2**40)
+    wide, _ = build_header(Plan.parse("r1-all/s8"), [replace(SHAPE, width=2**40)], 4)
+    many, _ = build_header(Plan.parse("r1-all/s8"), [replace(SHAPE, vectors=2**40)], 4)
+    long, _ = build_header(Plan.parse("r1-all/s8"), [SHAPE], LIMITS.rows)
     deep, _ = build_header(Plan.parse("none"), [], 4, routes=("uint8", 2**40, 2**20))
     forged = {
         str(2**40): reseal(forge(encode_header(rows))),
@@ -153,14 +153,24 @@ def test_huge_claims_are_refused_before_allocation(tiny: Record, reseal: Reseal)
 
 def test_too_many_sites_are_refused(reseal: Reseal) -> None:
     shapes = [SiteShape(Site(layer, Kind.K), 1, 16, 16, False) for layer in range(LIMITS.sites + 1)]
-    header, _ = build_header(Plan.parse("r1-all"), shapes, 0)
+    header, _ = build_header(Plan.parse("r1-all/s8"), shapes, 0)
     with pytest.raises(GuidanceCorrupt, match=f"{LIMITS.sites + 1} sites, at most {LIMITS.sites}"):
         decode(reseal(forge(encode_header(header))))
 
 
 def good_fields() -> dict:
-    header, _ = build_header(Plan.parse("r1-all"), [SHAPE], 2)
+    header, _ = build_header(Plan.parse("r1-all/s8"), [SHAPE], 2)
     return msgspec.msgpack.decode(encode_header(header))
+
+
+def test_older_frames_leave_whole_scales_unsaid(reseal: Reseal) -> None:
+    header, body = build_header(Plan.parse("r1-all/s8"), [SHAPE], 2)
+    assert header.plan == "r1-all/s8"
+    record = decode(
+        reseal(forge(msgspec.msgpack.encode(good_fields() | {"plan": "r1-all"}), bytes(body))),
+        Expectation(plan="r1-all/s8"),
+    )
+    assert record.sites[SHAPE.site].scale_bits == 8
 
 
 @pytest.mark.parametrize(
@@ -172,7 +182,7 @@ def good_fields() -> dict:
         ({"rows": -1}, "-1 rows"),
         ({"rows": True}, "Expected `int`, got `bool`"),
         ({"rows": msgspec.msgpack.Ext(1, b"\0" * 8)}, "got `ext`"),
-        ({"plan": "r1-all/s8"}, "plan 'r1-all/s8' is written 'r1-all'"),
+        ({"plan": "r1-all:kv+experts/s8"}, "plan 'r1-all:kv\\+experts/s8' is written 'r1-all/s8'"),
         ({"plan": "r9-all"}, "unknown plan 'r9-all'"),
         ({"plan": "none"}, "plan 'none' with 1 sites"),
         ({"tokens": "0" * 31 + "G"}, "token hash has 32 hex"),
@@ -186,7 +196,7 @@ def good_fields() -> dict:
     ],
 )
 def test_strange_headers(reseal: Reseal, change: dict, message: str) -> None:
-    header, body = build_header(Plan.parse("r1-all"), [SHAPE], 2)
+    header, body = build_header(Plan.parse("r1-all/s8"), [SHAPE], 2)
     assert decode(reseal(forge(encode_header(header), bytes(body)))).rows == 2
     with pytest.raises(GuidanceCorrupt, match=message):
         decode(reseal(forge(msgspec.msgpack.encode(good_fields() | change), bytes(body))))
@@ -211,7 +221,7 @@ def test_strange_headers(reseal: Reseal, change: dict, message: str) -> None:
     ],
 )
 def test_strange_sites(reseal: Reseal, place: int, value: object, message: str) -> None:
-    _, body = build_header(Plan.parse("r1-all"), [SHAPE], 2)
+    _, body = build_header(Plan.parse("r1-all/s8"), [SHAPE], 2)
     fields = good_fields()
     fields["sites"][0][place] = value
     with pytest.raises(GuidanceCorrupt, match=message):
@@ -219,10 +229,10 @@ def test_strange_sites(reseal: Reseal, place: int, value: object, message: str) 
 
 
 def test_sites_twice_or_out_of_order(reseal: Reseal) -> None:
-    header, body = build_header(Plan.parse("r1-all"), [SHAPE, SHAPE], 2)
+    header, body = build_header(Plan.parse("r1-all/s8"), [SHAPE, SHAPE], 2)
     with pytest.raises(GuidanceCorrupt, match=r"0\.experts_in comes after site 0\.experts_in"):
         decode(reseal(forge(encode_header(header), bytes(body))))
-    header, body = build_header(Plan.parse("r1-all"), [SHAPE, replace(SHAPE, site=Site(1, Kind.K))], 2)
+    header, body = build_header(Plan.parse("r1-all/s8"), [SHAPE, replace(SHAPE, site=Site(1, Kind.K))], 2)
     swapped = msgspec.structs.replace(header, sites=tuple(reversed(header.sites)))
     with pytest.raises(GuidanceCorrupt, match="sites are sorted"):
         decode(reseal(forge(encode_header(swapped), bytes(body))))
@@ -230,7 +240,7 @@ def test_sites_twice_or_out_of_order(reseal: Reseal) -> None:
 
 def test_one_header_in_other_bytes(reseal: Reseal) -> None:
     """MessagePack has several encodings of a value; only one of them is a frame."""
-    header, body = build_header(Plan.parse("r1-all"), [SHAPE], 2)
+    header, body = build_header(Plan.parse("r1-all/s8"), [SHAPE], 2)
     raw = encode_header(header)
     longer = raw.replace(b"\xa4rows\x02", b"\xa4rows\xcd\x00\x02")
     twice = bytes([raw[0] + 1]) + raw[1:] + b"\xa4rows\x02"
@@ -280,7 +290,7 @@ def test_foreign_files_are_named_and_never_run(tmp_path: Path, tiny: Record, res
         "perhaps a pickle": pickled,
         "perhaps a zip archive": saved.getvalue(),
         "perhaps a NumPy file": array.getvalue(),
-        "starts with 7b": b'{"plan": "r1-all"}' * 10,
+        "starts with 7b": b'{"plan": "r1-all/s8"}' * 10,
         "starts with 78": zlib.compress(bytes(10_000_000)),
         "empty": b"",
         "cut off after 4 bytes": encode(tiny)[:4],
@@ -316,7 +326,7 @@ def test_what_is_no_buffer(buffer: object) -> None:
 OPTIMISED = """
 import sys
 from tracefp4.errors import GuidanceCorrupt, GuidanceError
-from tracefp4.guidance.frame import Expectation, decode
+from tracefp4.guidance.frame import Expectation, Expectation, decode
 frame = open(sys.argv[1], "rb").read()
 decode(frame, Expectation(tokens=range(6)))
 caught = 0

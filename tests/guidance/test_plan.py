@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tracefp4.core import Kind, Site, SiteShape
 from tracefp4.errors import ConfigError
-from tracefp4.guidance.plan import ALL_KINDS, Plan, plan_of
+from tracefp4.guidance.plan import ALL_KINDS, Plan, enough_scale_bits, plan_of, says_scale_bits
 
 IN, MID, K, V, LATENT = Kind.EXPERTS_IN, Kind.EXPERTS_MID, Kind.K, Kind.V, Kind.LATENT
 
@@ -28,8 +28,10 @@ def shapes(layers: int = 4) -> list[SiteShape]:
     ("text", "plan"),
     [
         ("r1-l20", Plan(1, 20, (IN, K, V, LATENT))),
-        ("r4-all", Plan(4)),
-        ("r1-all+mid", Plan(1, None, ALL_KINDS)),
+        ("r4-all/s8", Plan(4, scale_bits=8)),
+        ("r4-all/s3", Plan(4)),
+        ("r1-all+mid/s8", Plan(1, None, ALL_KINDS, 8)),
+        ("r1-all+mid/s2", Plan(1, None, ALL_KINDS)),
         ("r1-all+mid/s3", Plan(1, None, ALL_KINDS, 3)),
         ("r2-l3/s2", Plan(2, 3, scale_bits=2)),
         ("r1-all:kv", Plan(1, None, (K, V, LATENT))),
@@ -54,8 +56,9 @@ def test_names(text: str, plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("text", "short"),
     [
-        ("r1-all/s8", "r1-all"),
-        ("r1-all:kv+experts", "r1-all"),
+        ("r1-all/s3", "r1-all/s3"),
+        ("r1-l3+mid/s8", "r1-l3+mid"),
+        ("r1-all:kv+experts", "r1-all/s3"),
         ("r1-l2:latent+v+k", "r1-l2:kv"),
         ("r1-all:experts[4-5,0-3]+kv", "r1-all:experts[0-5]+kv"),
         ("r1-all:k[2]+v[2]+latent[2]", "r1-all:kv[2]"),
@@ -63,6 +66,36 @@ def test_names(text: str, plan: Plan) -> None:
 )
 def test_other_names_of_a_plan_are_shortened(text: str, short: str) -> None:
     assert str(Plan.parse(text)) == short
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("r1-all+mid", 2),
+        ("c1-all+mid", 2),
+        ("r4-all", 3),
+        ("r1-all:kv", 8),
+        ("r1-all:experts+mid", 8),
+        ("r1-l20+mid", 8),
+        ("r1-half", 8),
+        ("r1-all+mid[0-3]", 8),
+        ("r1-all:experts[0-19]+kv", 8),
+        ("none", 8),
+    ],
+)
+def test_scales_take_the_bits_that_were_enough(text: str, bits: int) -> None:
+    plan = Plan.parse(text, num_layers=40)
+    assert plan.scale_bits == bits and says_scale_bits(str(plan)) == (bits < 8)
+    if text != "none":
+        for said in (2, 3, 8):
+            assert Plan.parse(f"{text}/s{said}", num_layers=40).scale_bits == said
+    # In a record or frame a name has always meant whole scales where it says nothing.
+    assert "half" in text or Plan.recorded(text).scale_bits == 8 == Plan.recorded(str(Plan.recorded(text))).scale_bits
+
+
+def test_the_trainer_of_a_method_may_round_less() -> None:
+    assert enough_scale_bits(None, (K, V, LATENT), rounded=(K, V, LATENT)) == 3
+    assert enough_scale_bits(12, (K, V, LATENT), rounded=(K, V, LATENT)) == 8
 
 
 @given(
@@ -78,7 +111,7 @@ def test_every_plan_has_a_name(
 ) -> None:
     spans = ((kinds[0], tuple(ranges)),) if ranges else ()
     plan = Plan(bits, depth, tuple(kinds), scale_bits, spans, checked)
-    assert Plan.parse(str(plan)) == plan
+    assert Plan.parse(str(plan)) == plan == Plan.recorded(str(plan))
 
 
 @pytest.mark.parametrize(
@@ -169,8 +202,8 @@ def test_any_set_of_sites_is_a_plan(numbers: set[int]) -> None:
 
 def test_names_of_sets_of_sites_are_short() -> None:
     every = shapes()
-    assert str(plan_of([s.site for s in every], every)) == "r1-all+mid"
-    assert str(plan_of([s.site for s in every if s.site.kind != MID], every)) == "r1-all"
+    assert str(plan_of([s.site for s in every], every)) == "r1-all+mid/s2"
+    assert str(plan_of([s.site for s in every if s.site.kind != MID], every)) == "r1-all/s3"
     # Layers 1 and 3 alone have a KV cache, so 1 to 3 is what names both.
     assert str(plan_of([s.site for s in every if s.site.kind in (K, V)], every)) == "r1-all:kv"
     assert str(plan_of([s.site for s in every if s.site.layer < 2], every)) == "r1-all:experts[0-1]+kv[1]+mid[0-1]"
@@ -179,7 +212,7 @@ def test_names_of_sets_of_sites_are_short() -> None:
 
 
 def test_select_refuses_what_the_model_lacks() -> None:
-    with pytest.raises(ConfigError, match=r"covers 20 layers, the model has 4 \(did you mean 'r1-all'\?\)"):
+    with pytest.raises(ConfigError, match=r"covers 20 layers, the model has 4 \(did you mean 'r1-all/s8'\?\)"):
         Plan.parse("r1-l20").select(shapes(), 4)
     with pytest.raises(
         ConfigError, match=r"selects no site; the model has experts_in, experts_mid, k, v in layers 0 to 3"

@@ -105,9 +105,9 @@ def test_slices_of_rows() -> None:
         site.slice(0, 41)
 
 
-@pytest.mark.parametrize("plan", ["r1-l1/s3", "r2-all+mid", "r4-all+mid", "r3-all:kv/s2", "r1-all:mid/s2"])
+@pytest.mark.parametrize("plan", ["r1-l1/s3", "r2-all+mid/s8", "r4-all+mid/s8", "r3-all:kv/s2", "r1-all:mid/s2"])
 def test_a_cut_record_equals_one_recorded_under_the_smaller_plan(plan: str, make, small_shapes) -> None:
-    whole = make("r4-all+mid", small_shapes, range(40), num_layers=2, absent=[7, 20])
+    whole = make("r4-all+mid/s8", small_shapes, range(40), num_layers=2, absent=[7, 20])
     cut = restrict(whole, Plan.parse(plan), small_shapes, 2)
     assert cut.plan == plan
     assert list(cut.sites) == [s.site for s in Plan.parse(plan).select(small_shapes, 2)]
@@ -124,17 +124,17 @@ def test_a_cut_record_equals_one_recorded_under_the_smaller_plan(plan: str, make
 
 
 def test_a_record_cannot_be_cut_to_what_it_lacks(make, small_shapes) -> None:
-    record = make("r1-all", small_shapes, range(5))
+    record = make("r1-all/s8", small_shapes, range(5))
     with pytest.raises(GuidanceError, match="has 1 bits a code and 8 a scale; 2 and 8 cannot"):
-        restrict(record, Plan.parse("r2-all"), small_shapes, 2)
-    with pytest.raises(GuidanceError, match=r"needs site 0\.experts_mid, a record of 'r1-all' lacks it"):
-        restrict(record, Plan.parse("r1-all+mid"), small_shapes, 2)
+        restrict(record, Plan.parse("r2-all/s8"), small_shapes, 2)
+    with pytest.raises(GuidanceError, match=r"needs site 0\.experts_mid, a record of 'r1-all/s8' lacks it"):
+        restrict(record, Plan.parse("r1-all+mid/s8"), small_shapes, 2)
     congruent = make("r1-all/s2", small_shapes, range(5))
     with pytest.raises(GuidanceError, match="cannot be made"):
         restrict(congruent, Plan.parse("r1-all/s3"), small_shapes, 2)
     other = (SiteShape(Site(0, Kind.EXPERTS_IN), 1, 96, 16, True),)
     with pytest.raises(GuidanceMismatch, match="width=96"):
-        restrict(record, Plan.parse("r1-all"), other, 2)
+        restrict(record, Plan.parse("r1-all/s8"), other, 2)
     with pytest.raises(ConfigError, match="covers 5 layers"):
         restrict(record, Plan.parse("r1-l5"), small_shapes, 2)
 

@@ -52,7 +52,7 @@ def bundle(records: list[Record], wholes: list[Record]) -> tuple[Sheaf, list[int
 
 
 @pytest.mark.parametrize(
-    "plan", ["r1-all+mid", "r2-all+mid/s3", "r4-all+mid/s2", "r1-all:kv/s3", "c1-all+mid/s2", "c3-all"]
+    "plan", ["r1-all+mid/s8", "r2-all+mid/s3", "r4-all+mid/s2", "r1-all:kv/s3", "c1-all+mid/s2", "c3-all/s8"]
 )
 @pytest.mark.parametrize("lengths", [(19,), (16, 1, 0, 35), (5, 33)])
 def test_frames_of_a_sheaf_are_those_of_its_records(make: Maker, small_shapes, qwen35, plan, lengths) -> None:
@@ -60,7 +60,7 @@ def test_frames_of_a_sheaf_are_those_of_its_records(make: Maker, small_shapes, q
         wholes, records = [], []
         for seed, rows in enumerate(lengths):
             some = {"seed": seed, "absent": [3] if rows > 5 else []}
-            wholes.append(make(plan.replace("c", "r").partition("/")[0], shapes, range(7, 8 + rows), **some))
+            wholes.append(make(plan.replace("c", "r").partition("/")[0] + "/s8", shapes, range(7, 8 + rows), **some))
             records.append(make(plan, shapes, range(7, 8 + rows), **some))
         sheaf, starts = bundle(records, wholes)
         for start, record in zip(starts, records, strict=True):
@@ -76,7 +76,7 @@ def test_frames_do_not_depend_on_what_their_memory_held(make: Maker, small_shape
             return memoryview(bytearray(b"\xff" * nbytes))
 
     monkeypatch.setattr(header, "BLOCKS", Dirty())
-    whole, record = (make(plan, small_shapes, range(20), absent=[3]) for plan in ("r2-all+mid", "r2-all+mid/s3"))
+    whole, record = (make(plan, small_shapes, range(20), absent=[3]) for plan in ("r2-all+mid/s8", "r2-all+mid/s3"))
     sheaf, _ = bundle([record], [whole])
     about = {"token_hash": record.token_hash, "numerics_hash": record.numerics_hash}
     found = encode_rows(sheaf, 0, record.rows, **about, weight_version=record.weight_version)
@@ -87,7 +87,7 @@ def test_frames_do_not_depend_on_what_their_memory_held(make: Maker, small_shape
 
 
 def test_a_frame_stays_as_it_is_while_others_are_written(make: Maker, small_shapes) -> None:
-    record = make("r1-all+mid", small_shapes, range(40))
+    record = make("r1-all+mid/s8", small_shapes, range(40))
     sheaf, _ = bundle([record], [record])
 
     def write(weights: int) -> memoryview:
@@ -104,7 +104,7 @@ def test_a_frame_stays_as_it_is_while_others_are_written(make: Maker, small_shap
 
 
 def test_what_cannot_be_framed_is_said(make: Maker, small_shapes) -> None:
-    record = make("r1-all", small_shapes, range(20))
+    record = make("r1-all/s8", small_shapes, range(20))
     sheaf, _ = bundle([record], [record])
     for wrong, message in (
         ({"token_hash": "0" * 31}, "a token hash has 32 hex characters"),
@@ -117,7 +117,7 @@ def test_what_cannot_be_framed_is_said(make: Maker, small_shapes) -> None:
 
 
 def test_bits_that_were_checked_are_pulled_row_by_row(make: Maker, small_shapes) -> None:
-    plans = ("r2-all+mid", "c2-all+mid/s2")
+    plans = ("r2-all+mid/s8", "c2-all+mid/s2")
     wholes, records = ([make(plan, small_shapes, range(7, 8 + n), seed=n) for n in (19, 5)] for plan in plans)
     sheaf, starts = bundle(records, wholes)
     for start, record, whole in zip(starts, records, wholes, strict=True):
@@ -139,7 +139,7 @@ def test_bits_that_were_checked_are_pulled_row_by_row(make: Maker, small_shapes)
 
 
 def test_rows_outside_a_sheaf_are_refused(make: Maker, small_shapes) -> None:
-    record = make("r1-all", small_shapes, range(20))
+    record = make("r1-all/s8", small_shapes, range(20))
     sheaf, _ = bundle([record], [record])
     for start, rows in ((8, 4), (16, 17), (-16, 4), (0, -1)):
         with pytest.raises(GuidanceError, match="sequences start at multiples of 16"):

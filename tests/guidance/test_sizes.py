@@ -34,7 +34,7 @@ def test_the_paper_s_plan_on_qwen35(make, qwen35) -> None:
 
 def test_whole_codes_everywhere_on_qwen35(make, qwen35) -> None:
     """R-4bit-L40: 45 KiB a token for the experts' input, 5.625 KiB for K and V."""
-    kinds = by_kind(encode(make("r4-all", qwen35, range(11), num_layers=40)))
+    kinds = by_kind(encode(make("r4-all/s8", qwen35, range(11), num_layers=40)))
     assert kinds["experts_in"]["codes"] + kinds["experts_in"]["block_scales"] == 10 * 45 * 1024
     assert sum(kinds[kind][part] for kind in ("k", "v") for part in ("codes", "block_scales")) == 10 * 5760
 
@@ -68,7 +68,7 @@ def test_bytes_per_token_is_the_growth_of_a_frame(qwen35, plan: str) -> None:
 
 
 def test_congruent_scales_cost_what_they_promise(qwen35) -> None:
-    whole = bytes_per_token(Plan.parse("r1-all:experts"), qwen35, 40)
+    whole = bytes_per_token(Plan.parse("r1-all:experts/s8"), qwen35, 40)
     three = bytes_per_token(Plan.parse("r1-all:experts/s3"), qwen35, 40)
     assert whole == 40 * (256 + 128 + 4)
     assert three == 40 * (256 + 48 + 4 + 0.25)

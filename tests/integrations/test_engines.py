@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 import torch
 
@@ -67,7 +68,7 @@ def folder(tmp_path):
     made.remove()
 
 
-def make_recorder(plan="r4-all+mid", store=None, spec=SPEC, step_tokens=8):
+def make_recorder(plan="r4-all+mid/s8", store=None, spec=SPEC, step_tokens=8):
     layout = describe(tiny_model("qwen3_moe"))
     return Recorder(
         layout,
@@ -198,10 +199,12 @@ def test_a_spec_survives_its_description(name):
 
 
 def test_settings_survive_a_file_and_faults_are_named(tmp_path):
-    told = EngineSettings(model="m", folder="f", deployed=dump_spec(SPEC), planned="r1-all")
+    told = EngineSettings(model="m", folder="f", deployed=dump_spec(SPEC), planned="r1-all/s8")
     told.write(tmp_path / "s.json")
     found = read_settings(tmp_path / "s.json")
-    assert (found, str(found.plan), found.spec.hash) == (told, "r1-all", SPEC.hash)
+    assert (found, str(found.plan), found.spec.hash) == (told, "r1-all/s8", SPEC.hash)
+    # Whole scales go without saying: what an engine's own kernels make of them was never measured.
+    assert msgspec.structs.replace(told, planned="r1-all+mid").plan.scale_bits == 8
     (tmp_path / "bad.json").write_text('{"model": 3}')
     for name in ("bad.json", "none.json"):
         with pytest.raises(ConfigError, match=name):
@@ -287,7 +290,7 @@ def test_a_pass_that_does_not_fit_is_refused_and_so_is_a_plan_without_a_store():
         Recorder(
             recorder.layout,
             SPEC,
-            Plan.parse("r1-all"),
+            Plan.parse("r1-all/s8"),
             None,
             slots=4,
             step_tokens=4,
@@ -497,7 +500,7 @@ def test_the_checkpoint_leaves_out_what_comes_packed():
 # Self-check ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["r1-all+mid", "r4-all", None])
+@pytest.mark.parametrize("plan", ["r1-all+mid/s8", "r4-all/s8", None])
 def test_a_probe_of_the_same_model_passes_and_one_of_another_does_not(plan):
     model, store = tiny_model("qwen3_moe"), MemoryStore()
     engine = EmbeddedEngine(tiny_model("qwen3_moe"), None, SPEC, Plan.parse(plan) if plan else None, store)
@@ -553,10 +556,10 @@ def test_a_site_that_is_fused_away_is_named_and_refused():
     text = render_sites(lines)
     assert "experts_mid" in text
     assert "fused away" in text
-    check_plan(Plan.parse("r1-all"), lines)
+    check_plan(Plan.parse("r1-all/s8"), lines)
     check_plan(None, lines)
-    with pytest.raises(EngineError, match="plan 'r1-all' leaves it out"):
-        check_plan(Plan.parse("r1-all+mid"), lines)
+    with pytest.raises(EngineError, match="plan 'r1-all/s8' leaves it out"):
+        check_plan(Plan.parse("r1-all+mid/s8"), lines)
 
 
 def test_an_operand_is_widened_on_a_cpu_alone():

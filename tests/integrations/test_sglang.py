@@ -65,7 +65,7 @@ def native():
     recorder = Recorder(
         layout,
         SPEC,
-        Plan.parse("r4-all"),
+        Plan.parse("r4-all/s8"),
         MemoryStore(),
         slots=32,
         step_tokens=8,
@@ -264,7 +264,7 @@ def test_a_configuration_has_its_path_and_only_that_is_shown(monkeypatch, config
     hidden = [line for line in observed("flashinfer_trtllm") if line.site == "experts_in"]
     assert [line.state for line in hidden] == ["not bound"]
     with pytest.raises(EngineError, match="does not show here"):
-        check_plan(Plan.parse("r1-all"), hidden)
+        check_plan(Plan.parse("r1-all/s8"), hidden)
     assert {line.state for line in observed("unknown")[:2]} == {"not bound"}
 
 

@@ -53,7 +53,7 @@ def recorder(plan="r4-all:experts+mid"):
     return Recorder(LAYOUT, SPEC, Plan.parse(plan), MemoryStore(), **sizes)
 
 
-def capture(slots, plan="r1-all+mid"):
+def capture(slots, plan="r1-all+mid/s8"):
     return Capture(LAYOUT, recorded_shapes(LAYOUT, SPEC, Plan.parse(plan)), 1, slots, torch.device("cpu"))
 
 
@@ -102,15 +102,15 @@ def test_models_without_one_slot_a_token_are_refused(family, words):
 
 
 def test_the_table_names_what_is_recorded_and_what_is_fused_away():
-    here = {line.site: line.state for line in site_table(SPEC, Plan.parse("r1-all"), "cpu")}
+    here = {line.site: line.state for line in site_table(SPEC, Plan.parse("r1-all/s8"), "cpu")}
     assert here == {"experts_in": "recorded", "experts_mid": "not planned", "k": "recorded", "v": "recorded"}
     plain = {line.state for line in site_table(get_spec("bf16"), None, "cpu")}
     assert plain == {"not quantized"}
-    mixed = site_table(get_spec("mxfp4-w4a8-kv4"), Plan.parse("r1-all+mid"), "cpu", "rows by KV slot")
+    mixed = site_table(get_spec("mxfp4-w4a8-kv4"), Plan.parse("r1-all+mid/s8"), "cpu", "rows by KV slot")
     assert {line.state for line in mixed} == {"recorded"}
     assert "mxfp8" in mixed[0].note
     assert "rows by KV slot" in mixed[0].note
-    assert {line.state for line in site_table(SPEC, Plan.parse("r1-all+mid"), "cuda")} == {"expected, not run"}
+    assert {line.state for line in site_table(SPEC, Plan.parse("r1-all+mid/s8"), "cuda")} == {"expected, not run"}
     native = native_lines()
     assert {line.state for line in native} <= {"expected, not run", "fused away", "not quantized", "not bound"}
     trtllm = {line.site: line.state for line in native if line.path == "flashinfer_trtllm"}
@@ -356,7 +356,7 @@ def test_a_watched_model_is_recorded_from_the_capturer_to_the_frame(tmp_path, mo
 
     folder = tmp_path / "model"
     tiny_model("qwen3_moe").save_pretrained(folder)
-    spec, plan = get_spec("nvfp4-w4a4-kv4", "nvfp4-flashinfer-fast"), Plan.parse("r1-all+mid")
+    spec, plan = get_spec("nvfp4-w4a4-kv4", "nvfp4-flashinfer-fast"), Plan.parse("r1-all+mid/s8")
     settings = EngineSettings(
         model=str(folder), folder=str(tmp_path / "frames"), deployed=dump_spec(spec), planned=str(plan), emulate=False
     )

@@ -24,11 +24,11 @@ from tracefp4.rollout import sync
 from tracefp4.rollout.embedded import EmbeddedEngine
 
 
-def make_model(seed=1, width=64):
+def make_model(seed=1, width=64, layers=1):
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=64,
-        moe_intermediate_size=width, intermediate_size=64, num_experts=4, num_experts_per_tok=2,
+        vocab_size=64, hidden_size=64, num_hidden_layers=layers, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64, moe_intermediate_size=width, intermediate_size=64, num_experts=4, num_experts_per_tok=2,
         max_position_embeddings=256, tie_word_embeddings=False,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
@@ -39,7 +39,7 @@ def make_model(seed=1, width=64):
 
 def build(device, spec, compile_decode=False, residual=0.0, **model_options):
     model, store = make_model(**model_options), MemoryStore()
-    plan = Plan.parse("r4-all+mid") if spec.activations is not None else None
+    plan = Plan.parse("r4-all+mid/s8") if spec.activations is not None else None
     engine = EmbeddedEngine(
         model, None, spec, plan, store, device=device, max_tokens=128, max_batch=4, prefill_chunk=32, cuda_graphs=True,
         compile_decode=compile_decode, residual=residual,
@@ -77,6 +77,35 @@ def test_engine_with_and_without_kernels(name, device, monkeypatch):
         # One layer: its inputs are computed by the same code, so they are equal; what follows attention is nearly so.
         same = (found.sites[site].planes[:19] == record.planes[:19]).float().mean()
         assert same == 1.0 if site.kind in ("k", "v") else same > 0.9
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [pytest.param("nvfp4-w4a4-kv4/b1", marks=QUICK[:1])])
+def test_kernels_of_both_formats_side_by_side(name, device, monkeypatch):
+    """A layer in bfloat16 before one in FP4: each layer's attention and experts read what it stores."""
+    request = Request("a", tuple(range(3, 12)), 1, SamplingParams(max_new_tokens=2, seed=1, temperature=0.0))
+    engine, store = build(device, get_spec(name), layers=2)
+    sites = engine._runner.sites
+    assert sites.experts_by_kernel and {layer for layer, _ in sites.kernel_weights} == {0, 1}
+    assert [sites.kernel_weights[layer, "down_proj"].scales is None for layer in (0, 1)] == [True, False]
+    assert [engine.pool.paged(layer, 1).scales is None for layer in (0, 1)] == [True, False]
+    with_kernels = engine.generate([request])[0]
+    mine = model_digest(make_model(layers=2), engine.layout, engine.spec.weights, first=1)
+    assert engine.digest() == mine
+    assert engine.sync(dict(make_model(layers=2).to(device).named_parameters()), 1) == mine
+    monkeypatch.setenv("TRACEFP4_KERNELS", "reference")
+    plain, plain_store = build(device, get_spec(name), layers=2)
+    without = plain.generate([request])[0]
+    assert with_kernels.response_ids[0] == without.response_ids[0]
+    assert abs(with_kernels.logprobs[0] - without.logprobs[0]) < 0.1
+    found, expected = decode(store.get(with_kernels.guidance)), decode(plain_store.get(without.guidance))
+    assert (
+        found.valid.all()
+        and {site.layer for site in found.sites} == {1}
+        and found.sites.keys() == expected.sites.keys()
+    )
+    for site, record in expected.sites.items():
+        assert (found.sites[site].planes[:9] == record.planes[:9]).float().mean() > 0.8
 
 
 def routers_of(engine):

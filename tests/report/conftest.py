@@ -9,7 +9,7 @@ import pytest
 CONFIG = """policy = "smollm2-moe"
 method = "{method}"
 spec = "nvfp4-w4a4-kv4"
-plan = "r1-all+mid"
+plan = "r1-all+mid/s8"
 steps = {steps}
 seed = {seed}
 

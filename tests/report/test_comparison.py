@@ -17,7 +17,7 @@ from tracefp4.report.results import Evaluation, Results, RunResult, load, read_r
 from tracefp4.report.run_data import Series
 from tracefp4.report.tables import arm_row, build, cells, headings, markdown, to_csv, used, worst_window
 
-BASE = Base(NVFP4, "r1-all+mid")
+BASE = Base(NVFP4, "r1-all+mid/s8")
 ITEMS = 400
 
 
@@ -74,7 +74,7 @@ def results() -> Results:
     runs["trace"][0].measure = {
         "rows": [
             {"name": "qat", "route_replay": True, "plan": None, "code_steps": [0.97, 0.028, 0.001, 0.0005, 0.0005]},
-            {"name": "guided", "route_replay": True, "plan": "r1-all+mid", "code_steps": [1.0, 1e-5, 0, 0, 0]},
+            {"name": "guided", "route_replay": True, "plan": "r1-all+mid/s8", "code_steps": [1.0, 1e-5, 0, 0, 0]},
         ]
     }
     runs["trace"][0].profile = {"shares": {"forward": 0.8, "kv_dequantization": 0.1, "wa_guidance": 0.1}}
@@ -90,16 +90,16 @@ def test_tables_hold_the_rows_of_the_paper():
     assert names["t3"] == ["bf16", *(f"{m}@nvfp4-w4a4" for m in ("qat", "quads", "trace")), "qat@nvfp4-kv4", "trace@nvfp4-kv4"]  # fmt: skip  # noqa: E501
     assert names["t4"] == ["bf16", *(f"{m}@mxfp4-{s}-kv4" for s in ("w4a8", "w4a4") for m in ("qat", "trace"))]
     assert names["t5"][:2] == ["bf16", "trace"] and len(set(names["t5"])) == len(names["t5"])
-    assert {"trace.r4-all", "trace.r1-half", "trace.r1-quarter+mid", "trace.c1-all+mid-s2"} < set(names["t5"])
+    assert {"trace.r4-all-s8", "trace.r1-half", "trace.r1-quarter+mid", "trace.c1-all+mid-s2"} < set(names["t5"])
     assert {arm.plan[0] for arm in arms_of("t5", Base(NVFP4, "r2-all", pulls=False))[1:]} == {"r"}
-    assert [arm.plan for arm in arms_of("t5", BASE, plans=["r3-all"])[1:]] == ["r3-all"]
+    assert [arm.plan for arm in arms_of("t5", BASE, plans=["r3-all"])[1:]] == ["r3-all/s3"]
     assert names["t6"] == ["bf16", "tis_sc", "tis_sc.without-tis", "trace"]
     assert names["t7"] == ["bf16", "qat", "trace"]
     assert names["main"] == names["t1"]
 
 
 def test_names_say_what_differs_from_the_configuration():
-    other = Base("nvfp4-kv4", "r1-all")
+    other = Base("nvfp4-kv4", "r1-all/s8")
     assert [a.name for a in arms_of("t1", other)] == ["bf16", *(f"{m}@{NVFP4}" for m in MAIN_METHODS[1:])]
     arm = other.arm("trace", NVFP4, "r1-all/s3")
     assert (arm.name, arm.settings) == (f"trace@{NVFP4}.r1-all-s3", ("method=trace", f"spec={NVFP4}", "plan=r1-all/s3"))
@@ -109,13 +109,21 @@ def test_names_say_what_differs_from_the_configuration():
 def test_tables_show_the_part_of_a_plan_that_a_method_follows():
     assert BASE.arm("trace_quads").plan != BASE.arm("trace").plan == BASE.plan
     assert BASE.arm("trace_quads").plan.startswith("r1-all:kv") and BASE.arm("quads").plan == ""
-    assert parse_arm("x:method=trace_quads,plan=r4-all+mid", BASE).plan == "r4-all:kv"
+    assert parse_arm("x:method=trace_quads,plan=r4-all+mid", BASE).plan == "r4-all:kv/s3"
     assert parse_arm("x:method=trace,plan=r1-half", BASE).plan == "r1-half"
+
+
+def test_tables_name_the_scales_that_a_plan_takes_by_default() -> None:
+    """Two bits, three where the trainer rounds less, and whole ones where engine and trainer drift apart."""
+    for calm, trace, quads in ((True, "r1-all+mid/s2", "r1-all:kv/s3"), (False, "r1-all+mid/s8", "r1-all:kv")):
+        base = Base(NVFP4, "r1-all+mid", calm=calm)
+        assert (base.arm("trace").plan, base.arm("trace_quads").plan) == (trace, quads)
+        assert parse_arm("x:method=trace,plan=r1-all", base).plan == ("r1-all/s3" if calm else "r1-all/s8")
 
 
 def test_arms_of_the_users_own():
     arm = parse_arm("icepop:method=trace,correction.name=icepop", BASE)
-    assert (arm.name, arm.plan, arm.settings) == ("icepop", "r1-all+mid", ("method=trace", "correction.name=icepop"))
+    assert (arm.name, arm.plan, arm.settings) == ("icepop", "r1-all+mid/s8", ("method=trace", "correction.name=icepop"))
     for wrong in ("icepop", "x:correction.name=icepop", "a/b:method=qat", "x:method"):
         with pytest.raises(ConfigError, match="not of the form"):
             parse_arm(wrong, BASE)
@@ -199,7 +207,7 @@ def test_post_hoc_rows_follow_the_reference(results):
         "bf16",
         *(f"bf16, then {m}" for m in POSTHOC),
         "qat",
-        "trace r1-all+mid",
+        "trace r1-all+mid/s8",
     ]
     assert rows[1].spec == "NVFP4 W/A + NVFP4 KV" and rows[1].difference < 0
 
@@ -385,7 +393,7 @@ def test_the_probe_is_of_the_arm_of_the_configuration_and_its_figures_say_so(res
     first = to_probe(results.arms)
     assert first is not None and first.name == "trace"
     assert names.index("trace") < names.index("trace@nvfp4-w4a4")
-    other = Base("nvfp4-kv4", "r1-all")
+    other = Base("nvfp4-kv4", "r1-all/s8")
     arms = [arm for name in ("t3", "t5", "t1") for arm in arms_of(name, other)]
     chosen = to_probe([*arms_of("t3", BASE)[1:], *arms_of("t1", BASE)])
     assert chosen is not None and chosen.name == "trace"
@@ -401,7 +409,7 @@ def test_the_probe_is_of_the_arm_of_the_configuration_and_its_figures_say_so(res
         figure = build_figure(results)
         assert figure is not None
         text = " ".join(item.get_text() for item in figure.axes[0].texts)
-        assert "arm trace: NVFP4 W/A + NVFP4 KV, plan r1-all+mid" in text
+        assert "arm trace: NVFP4 W/A + NVFP4 KV, plan r1-all+mid/s8" in text
 
 
 def test_a_long_legend_stays_within_the_picture(results):

@@ -15,10 +15,11 @@ import torch
 from tracefp4.core import Handle, Kind, Rollout
 from tracefp4.errors import CheckpointError, ConfigError, GuidanceMismatch, GuidanceMissing, GuidanceStale, SyncError
 from tracefp4.guidance import frame
-from tracefp4.guidance.auto import LARGEST
+from tracefp4.guidance.auto import LARGEST, Choice
 from tracefp4.guidance.late_store import Shipping
 from tracefp4.methods import METHODS
 from tracefp4.models.key_basis import KeyBasis, basis_of, set_basis
+from tracefp4.rl import bf16_layers
 from tracefp4.rl import run as run_module
 from tracefp4.rl.collect import digest_experience, guidance_size, make_requests, sampling_params, score
 from tracefp4.rl.policies import load_named
@@ -193,6 +194,50 @@ def test_a_plan_for_some_bytes_is_chosen_and_revisited(make_run: MakeRun) -> Non
     resumed = make_run("plan=auto:150", "train.replan_every=2", "steps=4", "eval.items=0", "train.unguided_every=0")
     assert (resumed.step, resumed.plan) == (3, plan)
     assert len(_train(resumed)) == 1
+
+
+# Layers that are left in BF16 -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refit", ["bf16", "packed"])
+def test_layers_left_in_bf16_are_so_on_both_sides(make_run: MakeRun, refit: str) -> None:
+    run = make_run("spec=nvfp4-w4a4-kv4/b1", "plan=r1-all/s3", f"rollout.refit={refit}", "steps=2", "eval.items=0")
+    lines: list[str] = []
+    run.describe(lines.append)
+    assert "trainer: the same, checked module by module" in lines
+    assert {shape.site.layer for shape in run.guided_shapes} == {1, 2, 3}
+    steps = _train(run)
+    assert all(metrics["guidance/coverage"] == 1.0 for metrics in steps) and run.version == 2
+    whole = make_run("plan=r1-all/s3", "steps=1", "eval.items=0", folder="whole")
+    (other,) = _train(whole)
+    assert steps[0]["guidance/bytes_per_token"] < 0.8 * other["guidance/bytes_per_token"]
+    assert run.rollout_spec.hash != whole.rollout_spec.hash and run.engine.digest() != whole.engine.digest()
+
+
+def test_a_run_settles_once_how_many_layers_stay_in_bf16(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    real = bf16_layers._choose
+
+    def choose(config: Any, spec: Any, *rest: Any) -> Choice:
+        asked.append(spec.name)
+        return dataclasses.replace(real(config, spec, *rest), gap=1.0 if spec.bf16_layers else 9.0, full_gap=1.0)
+
+    monkeypatch.setattr(bf16_layers, "_choose", choose)
+    settings = ("plan=auto:100", "eval.items=0", "train.unguided_every=0")
+    run = make_run(*settings, "steps=1")
+    assert asked == ["nvfp4-w4a4-kv4", "nvfp4-w4a4-kv4/b1"]
+    assert run.config.spec == "nvfp4-w4a4-kv4/b1" and run.rollout_spec.bf16_layers == run.trainer_spec.bf16_layers == 1
+    assert {shape.site.layer for shape in run.guided_shapes} == {1, 2, 3}
+    _train(run)
+    # Whoever evaluates or repeats the run finds the deployment in its folder; a resumed one keeps it.
+    assert 'spec = "nvfp4-w4a4-kv4/b1"' in (run.folder / "config.toml").read_text()
+    for spec in ("nvfp4-w4a4-kv4", "nvfp4-w4a4-kv4/b1"):
+        resumed = make_run(*settings, f"spec={spec}", "steps=2")
+        assert (resumed.step, resumed.rollout_spec.bf16_layers) == (1, 1)
+    with pytest.raises(CheckpointError, match="checkpoint of spec 'nvfp4-w4a4-kv4/b1', not 'nvfp4-w4a4-kv4/b0'"):
+        make_run(*settings, "spec=nvfp4-w4a4-kv4/b0", "steps=2")
+    assert make_run(*settings, "spec=nvfp4-w4a4-kv4/b0", folder="none").rollout_spec.bf16_layers == 0
+    assert len(asked) == 2
 
 
 def test_rollouts_of_earlier_steps_are_trained_on_with_their_guidance(make_run: MakeRun) -> None:
@@ -391,12 +436,12 @@ def test_a_changed_weight_changes_the_digest(make_run: MakeRun) -> None:
         ("method=trac", "did you mean 'trace'"),
         ("plan=none", "use method 'qat'"),
         ("plan=auto:lots", "did you mean 'auto:4096'"),
-        ("train.lag=1,train.guided_lag=1,plan=r1-all/s2", "use plan 'r1-all'"),
+        ("train.lag=1,train.guided_lag=1,plan=r1-all/s2", "use plan 'r1-all/s8'"),
         ("train.lag=1,plan=auto:99", "changes as training goes"),
         ("engine=vllm,plan=c1-all/s2", "engine 'vllm' does not serve; use plan 'r1-all/s2'"),
         ("engine=vllm,key_basis=rotated", "engine 'vllm' stores keys as they are"),
         ("rollout.compile_decode=true,key_basis=rotated", "each layer's keys have a basis of their own"),
-        ("decoder=replay", "'r4-all\\+mid'"),
+        ("decoder=replay", "'r4-all\\+mid/s2'"),
         ("correction.reject=vetoo", "did you mean 'veto'"),
         ("correction.low=9", "not below correction.high"),
         ("rollout.residual=0.5", "guidance does not know"),

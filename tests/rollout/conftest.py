@@ -50,9 +50,10 @@ class Naive:
 
     def fake(self, layer: int, kind: Kind, x: Tensor) -> Tensor:
         """Dequantized ``x (B, heads, S, width)``."""
-        if self.spec.kv is None:
+        numerics = self.spec.kv if layer >= self.spec.bf16_layers else None
+        if numerics is None:
             return x
-        q = quantize(x.transpose(1, 2)[0].contiguous(), self.spec.kv)
+        q = quantize(x.transpose(1, 2)[0].contiguous(), numerics)
         self.seen[layer, kind] = q
         return q.dequantize(x.dtype).unsqueeze(0).transpose(1, 2)
 
@@ -70,7 +71,7 @@ class NaiveSite:
 
     def _weight(self, module: Any, weight: Tensor) -> Operand:
         matrix = weight.detach().transpose(1, 2).contiguous() if module.is_transposed else weight.detach()
-        if self.owner.spec.weights is None:
+        if self.owner.spec.weights is None or self.layer < self.owner.spec.bf16_layers:
             return Operand(matrix, None)
         q = quantize_weight(matrix, self.owner.spec.weights)
         scale = q.decode_scale()
@@ -84,7 +85,7 @@ class NaiveSite:
 
     def _activation(self, kind: Kind, x: Tensor, pairs: Tensor | None) -> Operand:
         numerics = self.owner.spec.activations
-        if numerics is None:
+        if numerics is None or self.layer < self.owner.spec.bf16_layers:
             return Operand(x, None)
         q = quantize(x, numerics)
         order = torch.arange(len(x)) if pairs is None else torch.argsort(pairs)
@@ -163,7 +164,7 @@ def make_bench() -> Callable[..., Bench]:
     def make(
         family: str = "qwen3_moe",
         spec: str = FP4,
-        plan: str | None = "r4-all+mid",
+        plan: str | None = "r4-all+mid/s8",
         dtype: torch.dtype = torch.float32,
         tokenizer: Any = None,
         device: str = "cpu",

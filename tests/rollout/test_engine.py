@@ -316,7 +316,7 @@ def test_settings_that_cannot_work_are_refused(make_bench):
     with pytest.raises(EngineError, match="max_batch is 0"):
         make_bench(max_batch=0)
     with pytest.raises(EngineError, match="no store"):
-        EmbeddedEngine(tiny_model("mixtral"), None, get_spec("nvfp4-w4a4"), Plan.parse("r1-all"))
+        EmbeddedEngine(tiny_model("mixtral"), None, get_spec("nvfp4-w4a4"), Plan.parse("r1-all/s8"))
     with pytest.raises(ConfigError, match="selects no site"):
         make_bench(spec="nvfp4-w4a16")
 

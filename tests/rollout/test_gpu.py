@@ -20,8 +20,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cuda_agrees_with_the_reference(make_bench, make_request, family):
-    bench = make_bench(family, device="cuda", cuda_graphs=False)
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "nvfp4-w4a4-kv4/b1"])
+def test_cuda_agrees_with_the_reference(make_bench, make_request, family, spec):
+    bench = make_bench(family, spec, device="cuda", cuda_graphs=False)
     for rollout in bench.engine.generate([make_request("a", 21, samples=2), make_request("b", 5)]):
         expected = bench.reference.score(rollout)
         # One code that rounds the other way moves everything after it by far more than float32 rounding does.
@@ -32,7 +33,8 @@ def test_cuda_agrees_with_the_reference(make_bench, make_request, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_graphs_change_nothing(make_bench, make_request, kernel_sizes, family, dtype):
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "nvfp4-w4a4-kv4/b1"])
+def test_graphs_change_nothing(make_bench, make_request, kernel_sizes, family, dtype, spec):
     requests = [
         make_request("a", 21, samples=3, max_new_tokens=20),
         make_request("b", 5, max_new_tokens=70),
@@ -40,7 +42,7 @@ def test_graphs_change_nothing(make_bench, make_request, kernel_sizes, family, d
     ]
     narrow = dtype is torch.bfloat16
     options = {"dtype": dtype, "device": "cuda", "model_options": kernel_sizes(family) if narrow else None}
-    plain, graphs = (make_bench(family, **options, cuda_graphs=graphs) for graphs in (False, True))
+    plain, graphs = (make_bench(family, spec, **options, cuda_graphs=graphs) for graphs in (False, True))
     assert graphs.engine._runner.sites.experts_by_kernel == narrow
     expected, found = plain.engine.generate(requests), graphs.engine.generate(requests)
     assert plain.engine.stats.graph_steps == 0 and graphs.engine.stats.graph_steps > 0

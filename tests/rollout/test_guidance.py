@@ -76,11 +76,11 @@ def test_recorded_codes_are_those_in_the_pool(make_bench, make_request):
 
 
 @pytest.mark.parametrize(
-    "plan", ["r1-all+mid", "r2-l1+mid/s3", "r1-all:kv/s2", "r3-l1:experts", "r1-l2:mid/s3", "c1-all+mid/s2"]
+    "plan", ["r1-all+mid/s8", "r2-l1+mid/s3", "r1-all:kv/s2", "r3-l1:experts", "r1-l2:mid/s3", "c1-all+mid/s2"]
 )
 def test_a_plan_records_what_a_larger_one_can_be_cut_to(make_bench, make_request, plan):
     requests = [make_request("a", 9, samples=2, max_new_tokens=10)]
-    whole, part = make_bench(plan="r4-all+mid"), make_bench(plan=plan)
+    whole, part = make_bench(plan="r4-all+mid/s8"), make_bench(plan=plan)
     layout, spec = whole.reference.layout, whole.reference.spec
     for full, small in zip(whole.engine.generate(requests), part.engine.generate(requests), strict=True):
         assert full.response_ids == small.response_ids
@@ -162,7 +162,7 @@ def test_rows_that_nobody_wrote_are_marked(make_bench, make_request):
     assert engine.stats.invalid_rows == 2
     # Checks count valid rows only, so a reader that leaves the others out agrees.
     site, part = next((s, p) for s, p in record.sites.items() if s.kind not in KV_KINDS)
-    full = make_bench(plan="r4-all+mid")
+    full = make_bench(plan="r4-all+mid/s8")
     (same,) = full.engine.generate([make_request("a", 9)])
     scales = full.record(same).sites[site].scales
     assert torch.equal(part.checks, scale_checks(scales.flatten(1), record.valid))

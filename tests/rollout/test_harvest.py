@@ -82,7 +82,7 @@ def recorded(shapes, bits: int):
     return capture, written
 
 
-@pytest.mark.parametrize("plan", ["r1-all+mid", "r2-all+mid/s3"])
+@pytest.mark.parametrize("plan", ["r1-all+mid/s8", "r2-all+mid/s3"])
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("at_once", [harvest.VALUES_AT_ONCE, 1])
 def test_what_is_gathered_is_what_was_recorded_site_by_site(monkeypatch, plan, every, at_once) -> None:
@@ -109,7 +109,7 @@ def test_what_is_gathered_is_what_was_recorded_site_by_site(monkeypatch, plan, e
     assert found == encode(record)
 
 
-@pytest.mark.parametrize("plan", ["r1-all+mid", "r1-all+mid/s3"])
+@pytest.mark.parametrize("plan", ["r1-all+mid/s8", "r1-all+mid/s3"])
 def test_more_layers_take_no_more_operations(plan) -> None:
     counts = []
     for layers in (2, 12):

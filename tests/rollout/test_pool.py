@@ -14,6 +14,7 @@ from tracefp4.errors import EngineError
 from tracefp4.formats import e2m1
 from tracefp4.formats.blocks import Quantized, quantize
 from tracefp4.formats.spec import get_spec
+from tracefp4.models.footprint import footprint
 from tracefp4.models.layout import describe
 from tracefp4.models.tiny import tiny_model
 from tracefp4.rollout.plane import dequantize_packed
@@ -95,6 +96,43 @@ def test_the_pool_returns_what_it_stored(spec):
         codes, scales = pool.stored([1], Kind.V, slots)
         q = quantize(v, pool.numerics)
         assert torch.equal(e2m1.unpack(codes), q.codes[None]) and torch.equal(scales, q.scales[None])
+
+
+@given(
+    layers=st.integers(1, 3),
+    slots=st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True),
+    seed=st.integers(0, 9),
+    spec=st.sampled_from(["nvfp4-kv4", "mxfp4-w4a4-kv4"]),
+)
+@settings(max_examples=20, deadline=None)
+def test_layers_left_in_bfloat16_store_values_and_the_others_codes(layers, slots, seed, spec):
+    layout = describe(tiny_model("qwen3_moe", num_hidden_layers=4))
+    deployed = get_spec(f"{spec}/b{layers}")
+    pool = KVPool(layout, deployed, 12, torch.bfloat16, torch.device("cpu"))
+    whole = KVPool(layout, get_spec(spec), 12, torch.bfloat16, torch.device("cpu"))
+    torch.manual_seed(seed)
+    places, written = torch.tensor(slots), {}
+    for layer in layout.kv_layers:
+        k, v = torch.randn(2, len(slots), layout.kv_heads, layout.head_dim).bfloat16()
+        pool.write(layer, places, {Kind.K: k, Kind.V: v})
+        whole.write(layer, places, {Kind.K: k, Kind.V: v})
+        written[layer] = {Kind.K: k, Kind.V: v}
+    for layer, parts in written.items():
+        for kind, x in parts.items():
+            expected = x if layer < layers else whole.read(layer, places)[kind]
+            assert torch.equal(pool.read(layer, places)[kind], expected)
+    rest = list(range(layers, 4))
+    for one, other in zip(pool.stored(rest, Kind.V, places), whole.stored(rest, Kind.V, places), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(EngineError, match=f"layer {layers - 1} stores k in torch.bfloat16"):
+        pool.stored([layers - 1, *rest], Kind.K, places)
+    copied = torch.arange(12)
+    kept = pool.read(0, places)[Kind.V]
+    target = torch.tensor([slot for slot in copied.tolist() if slot not in slots][: len(slots)], dtype=torch.int64)
+    pool.copy(places[: len(target)], target)
+    assert torch.equal(pool.read(0, target)[Kind.V], kept[: len(target)])
+    assert pool.token_bytes == footprint(layout, deployed).token
+    assert whole.token_bytes == footprint(layout, get_spec(spec)).token
 
 
 def test_numerics_without_a_constant_scale_are_refused():

@@ -21,7 +21,7 @@ def assert_codes_equal(found: torch.Tensor, expected: torch.Tensor, what: str) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "bf16"])
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "nvfp4-w4a4-kv4/b1", "bf16"])
 def test_greedy_tokens_are_those_of_the_reference(make_bench, make_request, family, spec):
     bench = make_bench(family, spec)
     # The first prompt is longer than a prefill chunk, and both are longer than gpt-oss's window of 8.
@@ -33,8 +33,9 @@ def test_greedy_tokens_are_those_of_the_reference(make_bench, make_request, fami
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_records_and_routes_are_what_the_reference_quantized(make_bench, make_request, family):
-    bench = make_bench(family)
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4-kv4", "nvfp4-w4a4-kv4/b1"])
+def test_records_and_routes_are_what_the_reference_quantized(make_bench, make_request, family, spec):
+    bench = make_bench(family, spec)
     (rollout,) = bench.engine.generate([make_request("a", 18)])
     _, naive = bench.reference(rollout.tokens)
     record = bench.record(rollout)
@@ -58,13 +59,13 @@ OTHERS = ("nvfp4-kv4", "nvfp4-w4a16", "nvfp4-w4a4", *(s for s in SPECS if s.star
 
 @pytest.mark.parametrize("spec", OTHERS)
 def test_other_specs_agree_with_the_reference(make_bench, make_request, spec):
-    bench = make_bench("qwen3_moe", spec, plan=None if spec.endswith("w4a16") else "r4-all+mid")
+    bench = make_bench("qwen3_moe", spec, plan=None if spec.endswith("w4a16") else "r4-all+mid/s8")
     (rollout,) = bench.engine.generate([make_request("a", 9)])
     torch.testing.assert_close(torch.tensor(rollout.logprobs), bench.reference.score(rollout), atol=1e-4, rtol=0)
 
 
 def test_mxfp8_activations_are_recorded_by_their_low_bits(make_bench, make_request):
-    bench = make_bench(spec="mxfp4-w4a8-kv4", plan="r2-all+mid")
+    bench = make_bench(spec="mxfp4-w4a8-kv4", plan="r2-all+mid/s8")
     (rollout,) = bench.engine.generate([make_request("a", 9)])
     record = bench.record(rollout)
     assert {site.kind for site in record.sites} == bench.engine.capabilities.kinds

@@ -49,6 +49,12 @@ def _cut(example, rows):
     return replace(example, tokens=example.tokens[: rows + 1], record=record, routes=example.routes[:rows])
 
 
+def _without(example, layer):
+    """An example whose record has no sites of a layer."""
+    sites = {site: one for site, one in example.record.sites.items() if site.layer != layer}
+    return replace(example, record=replace(example.record, sites=sites))
+
+
 def _gradients(case, sites, batch, graphs):
     case.model.zero_grad(set_to_none=True)
     with sites.batch(batch):
@@ -63,9 +69,9 @@ def _same(found, expected):
         assert (found[1][name] - grad).norm() <= 8e-2 * grad.norm() + 1e-4, name
 
 
-@pytest.mark.parametrize("arm", ["bf16", "qat", "guided", "partly guided"])
+@pytest.mark.parametrize("arm", ["bf16", "qat", "guided", "partly guided", "guided, a layer in bf16"])
 def test_gradients_of_the_step_by_step_pass(case, capture, arm):
-    spec = get_spec("bf16" if arm == "bf16" else "nvfp4-w4a4-kv4")
+    spec = get_spec("bf16" if arm == "bf16" else "nvfp4-w4a4-kv4" + "/b1" * ("a layer" in arm))
     sites = TrainerSites(case.layout, spec)
     first, second = case.micro_batches
     lengths = (40, 33, 21)
@@ -73,6 +79,8 @@ def test_gradients_of_the_step_by_step_pass(case, capture, arm):
     batches.append(batches[1][:2])
     if "guided" not in arm:
         batches = [[replace(e, record=None) for e in group] for group in batches]
+    elif "a layer" in arm:
+        batches = [[_without(example, 0) for example in group] for group in batches]
     elif arm == "partly guided":
         batches = [[replace(group[0], record=None), *group[1:]] for group in batches]
     with bound(case.model, sites):

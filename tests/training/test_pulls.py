@@ -46,7 +46,7 @@ class Twin(TrainerSites):
             parts = [part[back].unflatten(0, (-1, shape.vectors)) for part in (q.codes, q.scales)]
             wide = q.global_scale[back].view(-1, shape.vectors) if shape.token_scale else None
             sites[site] = SiteRecord.pack(shape, *parts, wide, 4, valid=valid)
-        return Record("r4-all+mid", token_hash(tokens), self.spec.hash, 0, rows, valid, sites)
+        return Record("r4-all+mid/s8", token_hash(tokens), self.spec.hash, 0, rows, valid, sites)
 
 
 @dataclasses.dataclass

@@ -83,7 +83,7 @@ def test_frames_that_were_read_without_knowing_their_sites_go_together() -> None
         assert torch.equal(batch.planes.unflatten(0, (2, 20))[1], read[1].sites[site].planes)
 
 
-@pytest.mark.parametrize("plan", ["r1-all", "r4-all/s3", "c1-all/s2"])
+@pytest.mark.parametrize("plan", ["r1-all/s8", "r4-all/s3", "c1-all/s2"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_frames_are_taken_apart_on_the_device(device: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes as host copies, padding included."""

@@ -110,9 +110,11 @@ def _members(
     names: Sequence[str], tree: Config, methods: Sequence[str], plans: Sequence[str], own: Sequence[str]
 ) -> dict[str, list[Arm]]:
     """Arms of each table; arms of the user's own are rows of the first."""
+    from tracefp4.rl.plans import is_calm
+
     # Training refuses checked plans where the engine serves no pulls, and congruent scales of older weights.
     pulls = tree.engine == "embedded" and not min(tree.train.lag, tree.train.guided_lag)
-    base = Base(tree.spec, tree.plan, pulls)
+    base = Base(tree.spec, tree.plan, pulls, is_calm(tree))
     members = {name: arms_of(name, base, methods, plans) for name in names}
     members[names[0]] += [parse_arm(text, base) for text in own]
     for name, group in members.items():
@@ -127,7 +129,7 @@ def _check(config: Path, shared: list[str], arms: Sequence[Arm], against: str) -
         raise ConfigError(f"--against {against!r} names no arm{suggest(against, [found.name for found in arms])}")
     from tracefp4 import config as settings
     from tracefp4.formats.spec import get_spec
-    from tracefp4.methods import get_method
+    from tracefp4.rl.plans import resolved
     from tracefp4.rl.setup import check_training
 
     for arm in arms:
@@ -135,7 +137,7 @@ def _check(config: Path, shared: list[str], arms: Sequence[Arm], against: str) -
         if not tree.eval.items:
             raise ConfigError("a comparison needs held-out items; set eval.items (500 or more for narrow intervals)")
         get_spec(tree.spec, tree.numerics)
-        check_training(get_method(tree.method).settings(tree))
+        check_training(resolved(tree))
 
 
 def _claim(target: Path, tree: Config) -> None:
@@ -163,11 +165,21 @@ class _Shared:
         """The run of an arm with a seed, and what follows it."""
         folder = run_folder(self.out, arm.name, seed)
         overrides = [*self.overrides, *arm.settings, f"seed={seed}", f"output_dir={folder}"]
+        spec = self._spec(overrides)
+        overrides += [f"spec={spec}"] if spec else []
         if posthoc or probed:
             overrides.append("train.save_final=true")
         words = ["train", str(self.config), *(word for item in overrides for word in ("--set", item))]
         after = partial(_after, folder, arm, self.tree, posthoc, probed)
         return Job(arm.name, seed, folder, words, after, self.keep_weights)
+
+    def _spec(self, overrides: list[str]) -> str | None:
+        """All arms deploy the same layers: the spec of one that would choose how many it leaves in BF16."""
+        from tracefp4 import config as settings
+        from tracefp4.rl.bf16_layers import is_open
+
+        tree = settings.load(self.config, overrides)
+        return f"{tree.spec}/b0" if is_open(tree) else None
 
 
 def _jobs(shared: _Shared, arms: Sequence[Arm], seeds: Sequence[int], tables: Sequence[str], probe: bool) -> list[Job]:

@@ -10,14 +10,14 @@ import typer
 from tracefp4.cli.console import JsonOption, emit, number, stderr_console
 
 if TYPE_CHECKING:
-    from tracefp4.evaluation.rows import Measurement
+    from tracefp4.evaluation.rows import Measurement, Row
 
 
 def run(
     model: Annotated[
         str, typer.Argument(help="Model name or path: smollm2-moe, tiny-moe, a folder, a run, a hub name.")
     ],
-    spec: Annotated[str, typer.Option(help="Deployment that is measured.")] = "nvfp4-w4a4-kv4",
+    spec: Annotated[str, typer.Option(help="Deployment that is measured; /bN: N layers in BF16.")] = "nvfp4-w4a4-kv4",
     numerics: Annotated[str, typer.Option(help="Arithmetic of the FP4 formats.")] = "nvfp4-te",
     plan: Annotated[
         list[str] | None, typer.Option(help="Plan, plan@decoder or auto:BYTES; may be repeated. Default: all.")
@@ -68,6 +68,11 @@ def run(
     emit(found.to_dict(), as_json=as_json, text=_table(found))
 
 
+def _plan(row: Row) -> str:
+    """A row's plan, and how many layers it leaves in BF16."""
+    return (row.plan or "") + (f" (BF16: {row.bf16_layers})" if row.bf16_layers else "")
+
+
 def _table(found: Measurement) -> str:
     head = f"{found.model}, {found.spec} ({found.numerics}) on {found.device}, engine {found.engine}"
     head += f": {found.tokens} response tokens, {found.prompts} prompts"
@@ -87,7 +92,7 @@ def _table(found: Measurement) -> str:
     lines = [
         [
             row.name,
-            row.plan or "",
+            _plan(row),
             row.decoder or "",
             "replayed" if row.route_replay else "own",
             number(row.k3),

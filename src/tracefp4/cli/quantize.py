@@ -16,7 +16,9 @@ def run(
     method: Annotated[
         str, typer.Option(help="nvfp4, 4over6-mse, 4over6-mae, 4over6-absmax or hscale (needs a task).")
     ] = "nvfp4",
-    spec: Annotated[str, typer.Option(help="Deployment that the weights are for.")] = "nvfp4-w4a4-kv4",
+    spec: Annotated[
+        str, typer.Option(help="Deployment that the weights are for; layers in BF16 are a run's own.")
+    ] = "nvfp4-w4a4-kv4",
     numerics: Annotated[str, typer.Option(help="Arithmetic of the FP4 formats.")] = "nvfp4-te",
     config: Annotated[
         Path | None, typer.Option(help="Config whose task gives calibration prompts; a run's own by default.")

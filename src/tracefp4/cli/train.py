@@ -37,9 +37,9 @@ def run(
     tree = settings.load(config, set_ or [])
     if dry_run:
         from tracefp4.config_text import to_toml
-        from tracefp4.methods import get_method
+        from tracefp4.rl.plans import resolved
 
-        tree = get_method(tree.method).settings(tree)
+        tree = resolved(tree)
         emit(tree.model_dump(mode="json"), as_json=as_json, text=to_toml(tree))
         return
     from tracefp4.training.ranks import joined

@@ -19,7 +19,7 @@ from tracefp4.formats.spec import get_spec
 from tracefp4.guidance.plan import Plan
 
 SPEC = "nvfp4-w4a4-kv4"
-PLANS = ("r1-half", "r1-all", "r4-all+mid")
+PLANS = ("r1-half", "r1-all/s8", "r4-all+mid/s8")
 """By default."""
 
 

@@ -86,7 +86,7 @@ SIZES: dict[str, tuple[int, int]] = {"smollm2-moe": (32, 1024), "30b-slice": (16
 """Sequences of a micro-batch and their rows."""
 MICRO_BATCHES = 2
 SPEC = "nvfp4-w4a4-kv4"
-FULL = "r1-all+mid"
+FULL = "r1-all+mid/s8"
 """What is recorded; other plans are cut from it."""
 
 
@@ -107,8 +107,8 @@ ARMS: dict[str, Arm] = {
     "transformers": Arm("bf16", bound=False),
     "fp4 qat": Arm(),
     "fp4 guided": Arm(plan=FULL),
-    "fp4 guided s2": Arm(plan=FULL + "/s2"),
-    "fp4 checked": Arm(plan="c1-all+mid"),
+    "fp4 guided s2": Arm(plan="r1-all+mid/s2"),
+    "fp4 checked": Arm(plan="c1-all+mid/s8"),
     "fp4 guided, packed weights": Arm(plan=FULL, cache="packed"),
 }
 """By name."""

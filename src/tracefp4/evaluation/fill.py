@@ -41,9 +41,9 @@ def fill_engine(engine: EmbeddedEngine, seed: int = 0) -> None:
 @torch.no_grad()
 def fill_pool(pool: KVPool, seed: int = 0) -> None:
     """Store random K and V (or latents) in every slot of every layer."""
-    device, form = pool._codes.device, pool.format
+    device, form = pool._stack.codes.device, pool.format
     generator = torch.Generator(device=device).manual_seed(seed)
-    for layer in pool._index:
+    for layer in pool._planes:
         for first in range(0, pool._slots, AT_ONCE):
             slots = torch.arange(first, min(first + AT_ONCE, pool._slots), device=device)
             pool.write(layer, slots, {

@@ -16,7 +16,7 @@ from tracefp4.evaluation.steps import Steps
 from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.guidance.file_store import FileStore
 from tracefp4.guidance.memory_store import MemoryStore
-from tracefp4.guidance.plan import Plan
+from tracefp4.guidance.plan import WHOLE, Plan
 from tracefp4.guidance.sizes import account
 from tracefp4.guidance.store import Store
 from tracefp4.models.layout import describe
@@ -61,7 +61,7 @@ def generate(wanted: GenerateSettings) -> dict[str, Any]:
     loaded = load_named(wanted.model, wanted.device)
     tokenizer: Any = loaded.tokenizer
     layout = describe(loaded.model)
-    plan = _plan(wanted.plan, spec, layout.num_layers)
+    plan = _plan(wanted, spec, layout.num_layers)
     sites = () if plan is None else plan.select(layout.recordable_shapes(spec), layout.num_layers)
     prompter = _prompter(tokenizer, wanted.plain)
     requests = [
@@ -136,8 +136,8 @@ def _weight(rollouts: Sequence[Rollout], store: Store) -> dict[str, Any]:
     return {"bytes": total, "bytes_per_token": total / sum(r.rows for r in rollouts), "parts": parts}
 
 
-def _plan(name: str, spec: Spec, num_layers: int) -> Plan | None:
+def _plan(wanted: GenerateSettings, spec: Spec, num_layers: int) -> Plan | None:
     """``auto`` records every site in one bit, or nothing where the spec has no site to record."""
-    if name != "auto":
-        return Plan.parse(name, num_layers) or None
-    return Plan.parse("r1-all+mid") if spec.activations is not None or spec.kv is not None else None
+    if wanted.plan != "auto":
+        return Plan.parse(wanted.plan, num_layers, scale_bits=0 if wanted.engine == "embedded" else WHOLE) or None
+    return Plan.parse("r1-all+mid/s8") if spec.activations is not None or spec.kv is not None else None

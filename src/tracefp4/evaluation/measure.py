@@ -15,6 +15,7 @@ prompts, because tokens of one prompt are not independent.
 from __future__ import annotations
 
 import copy
+import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -22,50 +23,44 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from tracefp4 import config as settings
 from tracefp4.config import EngineConfig
 from tracefp4.core import Request, Rollout, SamplingParams, SiteShape
 from tracefp4.errors import ConfigError
-from tracefp4.evaluation.gap import score
-from tracefp4.evaluation.rows import Measurement, Row, gap_row
+from tracefp4.evaluation.chosen import Chooser
+from tracefp4.evaluation.gauge import Gauge
+from tracefp4.evaluation.rows import Measurement
 from tracefp4.formats.spec import Spec, get_spec
 from tracefp4.guidance import frame
-from tracefp4.guidance.auto import LARGEST, Choice, budget_of
+from tracefp4.guidance.auto import LARGEST, budget_of
 from tracefp4.guidance.memory_store import MemoryStore
-from tracefp4.guidance.plan import Plan
-from tracefp4.guidance.record import Record, restrict
-from tracefp4.guidance.sizes import bytes_per_token
-from tracefp4.models.binding import bound
+from tracefp4.guidance.plan import WHOLE, Plan
+from tracefp4.guidance.record import Record
 from tracefp4.models.directory import LoadedModel
 from tracefp4.models.layout import describe
 from tracefp4.rl.collect import make_requests
-from tracefp4.rl.plans import choose_measured
 from tracefp4.rl.policies import load_named
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.setup import check_decoder, resolve_device
 from tracefp4.rl.tasks import make_task
 from tracefp4.rollout.registry import make_engine
-from tracefp4.training.observe import Observer
-from tracefp4.training.sites import TrainerSites
-from tracefp4.training.weights import WeightOperands
 
-FULL_PLAN = "r4-all+mid"
+FULL_PLAN = "r4-all+mid/s8"
 """Everything that can be recorded; every other plan is a part of it."""
 
 DEFAULT_ROWS: tuple[tuple[str, str], ...] = (
-    ("r4-all+mid", "replay"),
-    ("r4-all+mid", "bracket"),
-    ("r3-all+mid", "bracket"),
-    ("r2-all+mid", "bracket"),
-    ("r1-all+mid", "bracket"),
-    ("r1-all+mid", "nearest"),
-    ("r1-all+mid", "map"),
+    ("r4-all+mid/s8", "replay"),
+    ("r4-all+mid/s8", "bracket"),
+    ("r3-all+mid/s8", "bracket"),
+    ("r2-all+mid/s8", "bracket"),
+    ("r1-all+mid/s8", "bracket"),
+    ("r1-all+mid/s8", "nearest"),
+    ("r1-all+mid/s8", "map"),
     ("r1-all+mid/s3", "bracket"),
     ("r1-all+mid/s2", "bracket"),
-    ("r1-all", "bracket"),
-    ("r2-all", "bracket"),
+    ("r1-all/s8", "bracket"),
+    ("r2-all/s8", "bracket"),
     ("r1-all:kv", "bracket"),
     ("r1-half", "bracket"),
 )
@@ -85,123 +80,6 @@ DEFAULT_TASK = {
 
 CHOOSING_PROMPTS = 8
 """Prompts that a plan ``auto:<bytes>`` is chosen on; the rows are measured on others."""
-
-
-class Gauge:
-    """Scores finished rollouts with one trainer after another.
-
-    Args:
-        model: the policy; bound and unbound for each trainer.
-        spec: the deployed spec.
-        temperature: of the rollouts.
-        micro_tokens: padded rows a forward.
-        note: called with a line when a row is done.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        spec: Spec,
-        *,
-        temperature: float = 1.0,
-        micro_tokens: int = 16384,
-        note: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.model, self.spec, self.layout = model, spec, describe(model)
-        self.shapes: tuple[SiteShape, ...] = self.layout.recordable_shapes(spec)
-        self._weights: dict[str | None, WeightOperands] = {}
-        self._temperature, self._micro_tokens, self._note = temperature, micro_tokens, note
-        self.rows: list[Row] = []
-        self.sites: list[dict[str, Any]] = []
-
-    def floor(self, rollouts: Sequence[Rollout]) -> None:
-        """Score BF16 rollouts with a BF16 trainer."""
-        self._score("bf16_floor", get_spec("bf16"), rollouts)
-
-    def unguided(self, rollouts: Sequence[Rollout], truth: Sequence[Record], replay: bool = True) -> None:
-        """Score FP4 rollouts with a BF16 and with a QAT trainer."""
-        if replay:
-            self._score("fp4_vs_bf16", get_spec("bf16"), rollouts)
-        self._score("qat", self.spec, rollouts, truth=truth, replay=replay)
-
-    def guided(
-        self, rollouts: Sequence[Rollout], truth: Sequence[Record], plan: Plan, decoder: str, replay: bool = True
-    ) -> None:
-        """Score FP4 rollouts with a trainer guided by ``plan``, cut from the whole codes in ``truth``."""
-        part = [restrict(record, plan, self.shapes, self.layout.num_layers) for record in truth]
-        size = bytes_per_token(plan, self.shapes, self.layout.num_layers)
-        self._score(
-            "guided",
-            self.spec,
-            rollouts,
-            guidance=part,
-            truth=truth,
-            plan=str(plan),
-            decoder=decoder,
-            replay=replay,
-            size=size,
-        )
-
-    def choose(self, rollouts: Sequence[Rollout], truth: Sequence[Record], budget: int, pulls: bool) -> Choice:
-        """Choose a plan of at most ``budget`` bytes a token on some rollouts (:mod:`tracefp4.rl.plans`)."""
-        sites = TrainerSites(self.layout, self.spec, "bracket", self._operands(self.spec))
-        with bound(self.model, sites):
-            return choose_measured(
-                self.model,
-                sites,
-                self.shapes,
-                rollouts,
-                truth,
-                budget,
-                temperature=self._temperature,
-                micro_tokens=self._micro_tokens,
-                pulls=pulls,
-            )
-
-    def _operands(self, spec: Spec) -> WeightOperands:
-        name = None if spec.weights is None else spec.weights.hash
-        return self._weights.setdefault(name, WeightOperands(spec.weights))
-
-    def _score(
-        self,
-        name: str,
-        spec: Spec,
-        rollouts: Sequence[Rollout],
-        *,
-        guidance: Sequence[Record] | None = None,
-        truth: Sequence[Record] | None = None,
-        plan: str | None = None,
-        decoder: str | None = None,
-        replay: bool = True,
-        size: float | None = None,
-    ) -> None:
-        sites = TrainerSites(self.layout, spec, decoder or "bracket", self._operands(spec))
-        with bound(self.model, sites):
-            scored = score(
-                self.model,
-                sites,
-                rollouts,
-                guidance=guidance,
-                truth=truth,
-                replay=replay,
-                temperature=self._temperature,
-                micro_tokens=self._micro_tokens,
-            )
-        prompts = _prompt_numbers(rollouts)
-        row = gap_row(name, scored, prompts, plan=plan, decoder=decoder, replay=replay, size=size)
-        self.rows.append(row)
-        self.sites += _site_rows(name, plan, decoder, scored.observer) if replay else []
-        self._note(f"{name} {plan or ''} {decoder or ''}: k3 {row.k3:.3g}, mean |dlogp| {row.mean_abs:.3g}")
-
-
-def _prompt_numbers(rollouts: Sequence[Rollout]) -> list[int]:
-    numbers: dict[tuple[int, ...], int] = {}
-    return [numbers.setdefault(r.prompt_ids, len(numbers)) for r in rollouts]
-
-
-def _site_rows(name: str, plan: str | None, decoder: str | None, observer: Observer) -> list[dict[str, Any]]:
-    head = {"row": name, "plan": plan, "decoder": decoder}
-    return [head | {"layer": site.layer, "kind": str(site.kind)} | found for site, found in observer.by_site().items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,15 +135,28 @@ def measure(wanted: MeasureSettings, note: Callable[[str], None] = lambda _: Non
     gauge = Gauge(loaded.model, spec, temperature=wanted.temperature, micro_tokens=wanted.micro_tokens, note=note)
     gauge.floor(sampled[bf16.name][0][apart:])
     gauge.unguided(rollouts, truth)
+    chooser = Chooser(
+        wanted.spec,
+        wanted.numerics,
+        wanted.engine,
+        gauge,
+        requests[:choosing],
+        requests[choosing:],
+        lambda one, some: _generate(loaded, one, Plan.parse(FULL_PLAN), some, wanted, note),
+        (others, (rollouts, truth)),
+        note,
+    )
     for plan, decoder in plans:
         if isinstance(plan, int):
-            choice = gauge.choose(*others, plan, wanted.engine == "embedded")
+            choice = chooser.choose(plan)
             note(f"auto:{plan}: {choice}")
-            plan = choice.plan
-        gauge.guided(rollouts, truth, plan, decoder)
+            layers = choice.bf16_layers
+            chooser.gauge(layers).guided(*chooser.measured(layers), choice.plan, decoder)
+        else:
+            gauge.guided(rollouts, truth, plan, decoder)
     if wanted.own_routes:
         gauge.unguided(rollouts, truth, replay=False)
-        gauge.guided(rollouts, truth, Plan.parse("r1-all+mid"), "bracket", replay=False)
+        gauge.guided(rollouts, truth, Plan.parse("r1-all+mid/s8"), "bracket", replay=False)
     return Measurement(
         model=wanted.model,
         spec=spec.name,
@@ -321,6 +212,9 @@ def _generate(
         start = time.monotonic()
         rollouts = engine.generate(requests, guidance=plan is not None)
         seconds = time.monotonic() - start
+    # An engine and its site objects refer to each other: its copy of the weights would stay while trainers score.
+    del engine
+    gc.collect()
     tokens = sum(len(r.response_ids) for r in rollouts)
     note(f"{spec.name}: {tokens} response tokens in {seconds:.1f} s ({tokens / seconds:.0f} a second)")
     if plan is None:
@@ -341,7 +235,8 @@ def _plans(
             check_decoder(LARGEST, decoder)
             rows.append((budget, decoder))
             continue
-        plan = Plan.parse(name, num_layers)
+        # Of an engine with kernels of its own nobody knows how near its scales are.
+        plan = Plan.parse(name, num_layers, scale_bits=0 if wanted.engine == "embedded" else WHOLE)
         try:
             plan.select(shapes, num_layers)
         except ConfigError:

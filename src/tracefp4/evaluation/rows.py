@@ -34,6 +34,8 @@ class Row:
     """Share of the vectors of checked sites whose bits were pulled; their bytes are in ``bytes_per_token``."""
     code_steps: list[float] | None = None
     """Shares of codes that are 0, 1, 2, 3, 4 or more codebook entries from the rollout's."""
+    bf16_layers: int = 0
+    """First layers that rollout and trainer left in BF16."""
 
 
 @dataclass(slots=True)

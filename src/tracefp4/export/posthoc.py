@@ -76,7 +76,7 @@ def chooser(method: str, numerics: Numerics, energy: Mapping[str, Tensor] | None
 
 @torch.no_grad()
 def quantize_experts(
-    model: nn.Module, method: str, numerics: Numerics, energy: Mapping[str, Tensor] | None = None
+    model: nn.Module, method: str, numerics: Numerics, energy: Mapping[str, Tensor] | None = None, first: int = 0
 ) -> tuple[dict[str, PackedWeight], list[WeightError]]:
     """Quantize every expert projection of a model.
 
@@ -86,12 +86,13 @@ def quantize_experts(
         numerics: weight numerics of the deployed spec.
         energy: input energies by parameter name (:mod:`tracefp4.export.calibration`); ``hscale`` needs them, and errors
             are then weighted as well.
+        first: first layer that is quantized.
 
     Returns:
         Packed weights by parameter name, on the CPU, and the errors of each.
     """
     choose, packed, rows = chooser(method, numerics, energy), {}, []
-    for name, tensor, transposed in expert_weights(model, describe(model)):
+    for name, tensor, transposed in expert_weights(model, describe(model), first):
         matrix = tensor.detach().transpose(1, 2).contiguous() if transposed else tensor.detach()
         found, nearest = choose(name, matrix), quantize_weight(matrix, numerics)
         weight = None if energy is None else energy[name].to(matrix.device)

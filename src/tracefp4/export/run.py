@@ -14,7 +14,7 @@ from tracefp4.errors import ConfigError, suggest
 from tracefp4.export.calibration import Calibration, calibrate
 from tracefp4.export.compressed import write_compressed
 from tracefp4.export.posthoc import needs_calibration, quantize_experts, summary
-from tracefp4.formats.spec import get_spec
+from tracefp4.formats.spec import get_spec, names_bf16_layers, with_bf16_layers
 from tracefp4.models.directory import LoadedModel, save_packed_model
 from tracefp4.rl.collect import make_requests
 from tracefp4.rl.policies import is_run, load_named, load_policy
@@ -72,7 +72,10 @@ def quantize(wanted: QuantizeSettings, note: Callable[[str], None] = lambda _: N
     if calibrated and tree is not None:
         found = _calibration(tree, loaded, wanted)
         note(f"calibrated on {found.tokens} tokens; {found.unreached} experts were not reached")
-    packed, rows = quantize_experts(loaded.model, wanted.method, numerics, None if found is None else found.energy)
+    name = _deployed(wanted, tree)
+    first = get_spec(name, wanted.numerics).bf16_layers
+    energy = None if found is None else found.energy
+    packed, rows = quantize_experts(loaded.model, wanted.method, numerics, energy, first)
     facts: dict[str, Any] = {"method": wanted.method, "model": wanted.model, "errors": summary(rows)}
     if found is not None:
         facts["calibration"] = {"prompts": wanted.prompts, "tokens": found.tokens, "unreached": found.unreached}
@@ -81,7 +84,7 @@ def quantize(wanted: QuantizeSettings, note: Callable[[str], None] = lambda _: N
             loaded,
             packed,
             wanted.output,
-            spec=wanted.spec,
+            spec=name,
             numerics=wanted.numerics,
             facts={**facts, "source": loaded.source},
         )
@@ -89,8 +92,15 @@ def quantize(wanted: QuantizeSettings, note: Callable[[str], None] = lambda _: N
         peaks = None if found is None or spec.activations is None else found.peaks
         write_compressed(loaded, packed, wanted.output, peaks)
         facts["activations"] = "BF16" if peaks is None else "NVFP4"
-    head = {"output": str(wanted.output), "spec": wanted.spec, "numerics": wanted.numerics}
+    head = {"output": str(wanted.output), "spec": name, "numerics": wanted.numerics}
     return head | facts | {"rows": [asdict(row) for row in rows]}
+
+
+def _deployed(wanted: QuantizeSettings, tree: Config | None) -> str:
+    """The spec asked for, with the layers in BF16 that a run was trained with where it names no number of them."""
+    if tree is None or not is_run(wanted.model) or names_bf16_layers(wanted.spec):
+        return wanted.spec
+    return with_bf16_layers(wanted.spec, get_spec(tree.spec).bf16_layers)
 
 
 def _load(wanted: QuantizeSettings) -> tuple[Config | None, LoadedModel]:

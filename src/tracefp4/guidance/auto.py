@@ -17,6 +17,13 @@ What is left of the budget in the end takes units back, the most missed first. G
 those are measured too: every choice of kinds, in as many of the deepest or of the first layers as the budget permits.
 The smallest gap wins.
 
+There is another way to save the bytes of shallow layers, which cost most when they are missing: leave them in bfloat16
+on both sides. Nothing is rounded there, so there is nothing to record, and what reaches the first rounded layer differs
+by no more than the noise of bfloat16. The price is memory, not bytes a token that travel: K and V of such a layer and
+its experts are 3.6 times as large. So a plan is chosen without such layers first. A number of them (:func:`depths`) is
+tried only while guidance of everything would be better by more than a tenth, and taken only for a gap that is smaller
+by a tenth (:func:`choose_depth`). It is another deployment, whose rollouts have to be sampled anew.
+
 Whoever calls says how the gap is measured (:mod:`tracefp4.rl.plans`); this is arithmetic on sites and numbers.
 """
 
@@ -24,7 +31,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from tracefp4.core import KV_KINDS, Kind, Site, SiteShape
@@ -84,12 +91,38 @@ class Choice:
     """Measured under the largest plan."""
     passes: int
     """Times that the gap was measured."""
+    bf16_layers: int = 0
+    """First layers that are left in bfloat16, on both sides."""
 
     def __str__(self) -> str:
+        layers = f", {self.bf16_layers} layer{'s' * (self.bf16_layers > 1)} in BF16" if self.bf16_layers else ""
         return (
-            f"plan {self.plan}, {self.size:.0f} B a token, gap {self.gap:.3g} (of everything: {self.full_gap:.3g}), "
-            f"{self.passes} passes"
+            f"plan {self.plan}{layers}, {self.size:.0f} B a token, gap {self.gap:.3g} "
+            f"(of everything: {self.full_gap:.3g}), {self.passes} passes"
         )
+
+
+def depths(num_layers: int) -> tuple[int, ...]:
+    """How many first layers may be left in bfloat16: none, then powers of two, up to a quarter of the model."""
+    return (0, *(1 << i for i in range(num_layers.bit_length()) if 1 << i <= -(-num_layers // 4) < num_layers))
+
+
+def choose_depth(tried: Sequence[int], choose: Callable[[int], Choice]) -> Choice:
+    """Choose how many first layers are left in bfloat16, and the plan for the rest.
+
+    Args:
+        tried: numbers of layers, the fewest first; see :func:`depths`.
+        choose: the best plan with so many, chosen on rollouts of that deployment.
+    """
+    found = best = replace(choose(tried[0]), bf16_layers=tried[0])
+    enough = (1 + CHEAP) * best.full_gap
+    for layers in tried[1:]:
+        if found.gap <= enough:
+            break
+        found = replace(choose(layers), bf16_layers=layers)
+        if found.gap < (1 - CHEAP) * best.gap:
+            best = found
+    return best
 
 
 def units(shapes: Sequence[SiteShape], bands: int) -> list[Unit]:

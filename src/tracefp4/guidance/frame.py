@@ -37,6 +37,7 @@ from tracefp4.guidance.header import (
     opens_as,
     read_plan,
     seal,
+    short_name,
 )
 from tracefp4.guidance.layout import Layout, RouteShape, SiteTable, copy_rows, layout_of, table_of
 from tracefp4.guidance.plan import Plan
@@ -229,7 +230,7 @@ def _open_expected(
         own = token_hash(tokens)
     except (ConfigError, GuidanceError):
         return None
-    if name != expect.plan:
+    if expect.plan not in (name, short_name(name)):
         return None
     layout = layout_of(plan, table, len(tokens) - 1, None)
     start = opens_as(frame, layout, own, numerics, weights, checksum)
@@ -248,7 +249,7 @@ def check_expectation(
 
     ``same_sites``: ``shapes`` were compared already, and are the expected ones.
     """
-    if expect.plan is not None and header.plan != expect.plan:
+    if expect.plan is not None and short_name(header.plan) != short_name(expect.plan):
         raise GuidanceMismatch(f"{label} has plan {header.plan!r}, expected {expect.plan!r}")
     if expect.numerics_hash is not None and header.numerics != expect.numerics_hash:
         raise GuidanceMismatch(
@@ -298,7 +299,7 @@ def _say(shape: SiteShape | None) -> str:
 
 def _plan(record: Record) -> Plan:
     try:
-        return Plan.parse(record.plan)
+        return Plan.recorded(record.plan)
     except ConfigError as error:
         raise GuidanceError(f"the record cannot be framed: {error}") from None
 

@@ -102,7 +102,7 @@ def header_problem(header: Header, layout: Layout | None = None) -> str | None:
         plan, name = read_plan(header.plan)
     except ConfigError as error:
         return str(error)
-    if name != header.plan:
+    if header.plan not in (name, short_name(name)):
         return f"plan {header.plan!r} is written {name!r}"
     wrong_hash = _tokens_problem(header.tokens)
     if wrong_hash is not None:
@@ -127,8 +127,13 @@ def header_problem(header: Header, layout: Layout | None = None) -> str | None:
 @lru_cache(maxsize=32)
 def read_plan(text: str) -> tuple[Plan, str]:
     """A plan and its name as it is written; raises :class:`ConfigError` if there is no such plan."""
-    plan = Plan.parse(text)
+    plan = Plan.recorded(text)
     return plan, str(plan)
+
+
+def short_name(name: str) -> str:
+    """A plan's name as older frames have it: whole scales go without saying."""
+    return name.removesuffix("/s8")
 
 
 def _tokens_problem(tokens: str) -> str | None:
@@ -275,7 +280,7 @@ def open_frame(
         raise GuidanceCorrupt(f"{label}: {problem}")
     if layout is None:
         layout = make_layout(
-            Plan.parse(header.plan),
+            Plan.recorded(header.plan),
             make_table([entry.shape for entry in header.sites]),
             header.rows,
             _route_shape(header),

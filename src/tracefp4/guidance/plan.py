@@ -10,17 +10,19 @@ many bits a block scale travels. More of each costs bytes and buys agreement. Th
     kind   = word [ "[" span { "," span } "]" ] of these layers all, or only those in the spans
     word   = "experts" | "mid" | "kv" | "k" | "v" | "latent"
     span   = n | n "-" n                        a layer, or a range with both ends; layer 0 is the first
-    scale  = "s8" | "s3" | "s2"                 whole bytes (the default), or congruent in 3 or 2 bits
+    scale  = "s8" | "s3" | "s2"                 whole bytes, or congruent in 3 or 2 bits
 
 Without ``:`` a plan holds ``experts`` (the experts' input) and ``kv`` (K, V, and the latent vector of latent
 attention): the sites of the paper. ``+mid`` adds the input of the down projection. ``:`` starts from one kind instead,
 for ablations. ``half`` and ``quarter`` stand for a number of layers that depends on the model; a plan of a known model
-has the number in its name. Some plans:
+has the number in its name. Without ``/`` the scales take what was measured to be enough for the sites of the plan
+(:func:`enough_scale_bits`). Some plans:
 
 ``r1-l20``          1 bit, the 20 deepest layers: the paper's plan for a model of 40 layers
-``r1-all+mid``      1 bit, every layer, the down projection's input too
-``r1-all+mid/s3``   the same with scales in 3 bits
-``c1-all+mid/s2``   scales in 2 bits and a check a token and site; bits only where the trainer's own fail it
+``r1-all+mid``      1 bit, every layer, the down projection's input too; scales in 2 bits
+``r1-all+mid/s8``   the same with whole scales
+``r1-all``          1 bit, every layer, the paper's sites; scales in 3 bits
+``c1-all+mid``      scales in 2 bits and a check a token and site; bits only where the trainer's own fail it
 ``r1-all:kv``       only the KV cache
 ``r4-all:experts+mid``   whole codes of both expert inputs, nothing of the KV cache
 ``r1-all:experts[0-19]+kv[0-29]``   the experts' input in the first 20 layers, the KV cache in the first 30
@@ -45,6 +47,9 @@ ALL_KINDS = (Kind.EXPERTS_IN, Kind.EXPERTS_MID, *KV_KINDS)
 
 SCALE_BITS = (8, 3, 2)
 """Bits of a block scale: whole, or congruent."""
+
+WHOLE = 8
+"""Bits of a whole block scale."""
 
 _WORDS: dict[str, tuple[Kind, ...]] = {
     "experts": (Kind.EXPERTS_IN,),
@@ -74,7 +79,7 @@ class Plan:
         bits: low bits of each code, 1 to 4; 0 only in the plan ``none``.
         depth: number of deepest decoder layers, or ``None`` for all.
         kinds: kinds of site, at least one (none at all is the plan ``none``). Kept in the order of :data:`ALL_KINDS`.
-        scale_bits: 8, or 3 or 2 for congruent scales.
+        scale_bits: 8, or 3 or 2 for congruent scales; 0 takes those of :func:`enough_scale_bits`.
         spans: kinds that are recorded in some layers only, and in which: ranges with both ends. Kept sorted and merged.
         checked: the bits stay with the engine, and a check of them is sent for each token and site
             (:mod:`tracefp4.training.pulls`).
@@ -86,7 +91,7 @@ class Plan:
     bits: int
     depth: int | None = None
     kinds: tuple[Kind, ...] = PAPER_KINDS
-    scale_bits: int = 8
+    scale_bits: int = 0
     spans: tuple[tuple[Kind, Spans], ...] = ()
     checked: bool = False
 
@@ -95,8 +100,10 @@ class Plan:
         if unknown:
             raise ConfigError(f"a plan has kinds of site {', '.join(ALL_KINDS)}, got {unknown[0]!r}")
         object.__setattr__(self, "kinds", tuple(kind for kind in ALL_KINDS if kind in self.kinds))
+        if not self.scale_bits:
+            object.__setattr__(self, "scale_bits", enough_scale_bits(self.depth, self.kinds, self.spans))
         if not self.kinds:
-            if (self.bits, self.depth, self.scale_bits, self.checked) != (0, None, 8, False):
+            if (self.bits, self.depth, self.scale_bits, self.checked) != (0, None, WHOLE, False):
                 raise ConfigError("a plan without kinds of site keeps nothing; that is Plan(0, kinds=()), or 'none'")
         elif self.bits not in (1, 2, 3, 4):
             raise ConfigError(f"a plan keeps 1 to 4 bits of each code, got {self.bits}")
@@ -110,19 +117,22 @@ class Plan:
         if not self.kinds:
             return "none"
         layers = "all" if self.depth is None else f"l{self.depth}"
-        scale = "" if self.scale_bits == 8 else f"/s{self.scale_bits}"
+        # Named wherever a name without would mean, or once meant, something else: read again anywhere, it is this plan.
+        unsaid = self.scale_bits == WHOLE == enough_scale_bits(self.depth, self.kinds, self.spans)
+        scale = "" if unsaid else f"/s{self.scale_bits}"
         return f"{'c' if self.checked else 'r'}{self.bits}-{layers}{_kind_text(self.kinds, dict(self.spans))}{scale}"
 
     def __bool__(self) -> bool:
         return bool(self.kinds)
 
     @classmethod
-    def parse(cls, text: str, num_layers: int | None = None) -> Plan:
+    def parse(cls, text: str, num_layers: int | None = None, *, scale_bits: int = 0) -> Plan:
         """Read a plan's name (grammar above). ``str`` of the result is the shortest name of the same plan.
 
         Args:
             text: the name.
             num_layers: decoder layers of the model, for plans over ``half`` or a ``quarter`` of them.
+            scale_bits: of a name that says none; 0 takes those of :func:`enough_scale_bits`.
 
         Raises:
             ConfigError: no such plan, with the nearest one; or a plan that depends on a model that is not known.
@@ -150,7 +160,16 @@ class Plan:
             if ranges:
                 spans += [(kind, _read_spans(ranges.rstrip("]"))) for kind in _WORDS[name]]
         depth = int(depth) if depth else None
-        return cls(int(bits), depth, tuple(kinds), int(scale or 8), tuple(spans), checked=word == "c")
+        return cls(int(bits), depth, tuple(kinds), int(scale or scale_bits), tuple(spans), checked=word == "c")
+
+    @classmethod
+    def recorded(cls, text: str) -> Plan:
+        """Read the name of a plan in a record or frame, where a name without scale bits means whole scales.
+
+        Raises:
+            ConfigError: no such plan.
+        """
+        return cls.parse(text, scale_bits=WHOLE)
 
     def select(self, shapes: Iterable[SiteShape], num_layers: int) -> tuple[SiteShape, ...]:
         """The sites of a model that this plan records, in the order given.
@@ -185,14 +204,53 @@ class Plan:
         return site.kind in self.kinds and (ranges is None or any(a <= site.layer <= b for a, b in ranges))
 
 
-def plan_of(sites: Collection[Site], shapes: Iterable[SiteShape], bits: int = 1, scale_bits: int = 8) -> Plan:
+def enough_scale_bits(
+    depth: int | None,
+    kinds: Collection[Kind],
+    spans: Collection[object] = (),
+    rounded: Collection[Kind] = ALL_KINDS,
+) -> int:
+    """Bits of a block scale that a plan needs, by the share of restored scales that failed their checks when measured.
+
+    A trainer restores a scale from its own, which must not have drifted: everything in front has to be guided.
+
+    ====  ========================================================================================================
+    bits  plans
+    ====  ========================================================================================================
+    2     every site of every layer: 5e-5 to 2e-3 of the chunks fail, and k3 is that of whole scales
+    3     every layer, all but the down projection's input: 2e-4 fail, where 2 bits fail in 5e-3; and K and V alone, for
+          a trainer that rounds nothing else of a rollout (``trace_quads``): none, where 2 bits fail in 1e-2
+    8     layers or other kinds left out: what is not guided drifts, and 3 bits fail in 17 % (K and V alone) to 38 %
+    ====  ========================================================================================================
+
+    That holds for a trainer that takes one step on fresh rollouts of the embedded engine; runs of another kind take
+    whole scales (:func:`tracefp4.rl.plans.named_scales`). The figures are in ``docs/results.md``.
+
+    Args:
+        depth: number of deepest layers, ``None`` for all.
+        kinds: kinds of site.
+        spans: kinds that are recorded in some layers only.
+        rounded: kinds of site that the trainer rounds.
+    """
+    missing = set(rounded) - set(kinds)
+    if depth is not None or spans or missing - {Kind.EXPERTS_MID}:
+        return WHOLE
+    return 3 if missing or set(rounded) != set(ALL_KINDS) else 2
+
+
+def says_scale_bits(text: str) -> bool:
+    """Whether a plan's name says in how many bits a block scale travels."""
+    return re.search(r"/s[238]$", text) is not None
+
+
+def plan_of(sites: Collection[Site], shapes: Iterable[SiteShape], bits: int = 1, scale_bits: int = 0) -> Plan:
     """The plan that records some sites of a model and no others.
 
     Args:
         sites: at least one; of the kinds ``k`` and ``v`` or any other.
         shapes: every site of the model under its spec.
         bits: low bits of each code.
-        scale_bits: 8, 3 or 2.
+        scale_bits: 8, 3 or 2; 0 for those of the plan's kind.
 
     Raises:
         ConfigError: no site, or one that the model lacks.

@@ -83,7 +83,7 @@ def by_kind(header_or_frame: Header | bytes | bytearray | memoryview) -> dict[st
         header = open_frame(memoryview(header).cast("B"), "guidance frame")[0]
     out: dict[str, dict[str, int]] = {}
     # A frame holds the checks of a site's codes in the place of the codes.
-    first = "code_checks" if Plan.parse(header.plan).checked else "codes"
+    first = "code_checks" if Plan.recorded(header.plan).checked else "codes"
     for site in header.sites:
         line = out.setdefault(site.kind, dict.fromkeys(SITE_PARTS, 0))
         for part in ("codes", "block_scales", "global_scales", "checks"):

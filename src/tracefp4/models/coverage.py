@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tracefp4.core import Kind
+from tracefp4.core import Kind, Site
 from tracefp4.errors import CoverageError
 from tracefp4.models.binding import Binding, binding_of
 from tracefp4.models.experts import NAME
@@ -244,10 +244,10 @@ def _rows(model: nn.Module, layout: ModelLayout, spec: Spec, calls: Calls | None
         name = layout.experts[layer]
         module: Any = model.get_submodule(name)
         yield row(layout.routers[layer], layer, "routes", None, layout.top_k)
-        yield row(name, layer, "gate_up", spec.weights, module.gate_up_proj.numel())
-        yield row(name, layer, "down", spec.weights, module.down_proj.numel())
+        yield row(name, layer, "gate_up", spec.weights_of(layer), module.gate_up_proj.numel())
+        yield row(name, layer, "down", spec.weights_of(layer), module.down_proj.numel())
         for kind, values in ((Kind.EXPERTS_IN, layout.hidden), (Kind.EXPERTS_MID, layout.top_k * layout.intermediate)):
-            yield row(name, layer, kind, spec.activations, values)
+            yield row(name, layer, kind, spec.for_site(Site(layer, kind)), values)
 
 
 def _check_bound(model: nn.Module, binding: Binding) -> None:
@@ -270,9 +270,9 @@ def _check_reached(rows: Iterable[Row], spec: Spec, calls: Calls) -> None:
     _fail("the forward pass did not reach", [f"{row.module} ({row.kind})" for row in rows if not row.calls])
     faults = []
     for row in rows:
-        numerics = spec.weights if row.kind in ("gate_up", "down") else None
+        numerics = spec.weights_of(row.layer) if row.kind in ("gate_up", "down") else None
         if row.kind in tuple(Kind):
-            numerics = spec.for_kind(Kind(row.kind))
+            numerics = spec.for_site(Site(row.layer, Kind(row.kind)))
         values = calls.seen.get((row.module, _METHODS[row.kind]))
         if numerics is not None and values is not None and not _on_grid(values, numerics):
             faults.append(f"{row.module} ({row.kind}): not {numerics.name}")

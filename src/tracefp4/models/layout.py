@@ -75,8 +75,11 @@ class ModelLayout:
     def site_shapes(self, spec: Spec) -> tuple[SiteShape, ...]:
         """Return the shape of every site that ``spec`` quantizes, layer by layer, in the order the forward meets them.
 
+        Layers that the spec leaves in bfloat16 have none.
+
         Raises:
-            ModelError: the spec quantizes experts and the model has none, or KV and no layer has a cache.
+            ModelError: the spec quantizes experts and the model has none, or KV and no layer has a cache; or it leaves
+                out as many layers as there are.
             FormatError: a width is not a multiple of the block size.
         """
         if (spec.activations is not None or spec.weights is not None) and not self.moe_layers:
@@ -86,10 +89,17 @@ class ModelLayout:
             )
         if spec.kv is not None and not self.kv_layers:
             raise ModelError(f"spec {spec.name!r} quantizes KV, but no layer of the {self.family} model has a KV cache")
+        if spec.bf16_layers >= self.num_layers:
+            raise ModelError(
+                f"spec {spec.name!r} leaves {spec.bf16_layers} layers in bfloat16, the {self.family} model has "
+                f"{self.num_layers}; leave out fewer, or use spec 'bf16'"
+            )
         shapes: list[SiteShape] = []
-        for layer in range(self.num_layers):
+        for layer in range(spec.bf16_layers, self.num_layers):
             if spec.kv is not None and layer in self.attentions:
-                shapes += [_shape(layer, kind, *size, spec.kv, self.attentions) for kind, size in self._kv_sizes()]
+                shapes += [
+                    _shape(layer, kind, *size, spec.kv, self.attentions) for kind, size in self.kv_sizes().items()
+                ]
             if spec.activations is not None and layer in self.experts:
                 for kind, size in (
                     (Kind.EXPERTS_IN, (1, self.hidden)),
@@ -106,10 +116,11 @@ class ModelLayout:
         """
         return self.site_shapes(spec)
 
-    def _kv_sizes(self) -> tuple[tuple[Kind, tuple[int, int]], ...]:
+    def kv_sizes(self) -> dict[Kind, tuple[int, int]]:
+        """``(vectors, width)`` of what a layer caches for a token: K and V, or the latent and the rotated key part."""
         if self.latent_rank is not None and self.rope_dim is not None:
-            return (Kind.LATENT, (1, self.latent_rank)), (Kind.K, (1, self.rope_dim))
-        return (Kind.K, (self.kv_heads, self.head_dim)), (Kind.V, (self.kv_heads, self.v_head_dim))
+            return {Kind.LATENT: (1, self.latent_rank), Kind.K: (1, self.rope_dim)}
+        return {Kind.K: (self.kv_heads, self.head_dim), Kind.V: (self.kv_heads, self.v_head_dim)}
 
 
 def _shape(layer: int, kind: Kind, vectors: int, width: int, numerics: Numerics, names: Mapping[int, str]) -> SiteShape:

@@ -179,9 +179,11 @@ def check_packed(
         raise SyncError(f"{name!r} comes packed with shape {found}, the engine's has {tuple(shape)}")
 
 
-def expert_weights(model: nn.Module, layout: ModelLayout) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield ``(parameter name, tensor, transposed)`` of every stacked expert projection."""
+def expert_weights(model: nn.Module, layout: ModelLayout, first: int = 0) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield ``(parameter name, tensor, transposed)`` of every stacked expert projection from layer ``first`` on."""
     for layer in layout.moe_layers:
+        if layer < first:
+            continue
         name = layout.experts[layer]
         module = model.get_submodule(name)
         for projection in ("gate_up_proj", "down_proj"):
@@ -231,7 +233,7 @@ class Digest:
 
 
 class PackedState(Mapping[str, "Tensor | PackedWeight"]):
-    """Parameters by name, with every stacked expert weight packed: what a packed sync sends.
+    """Parameters by name, with stacked expert weights packed: what a packed sync sends.
 
     A weight is packed when it is first asked for, and kept: the engine and the checksum ask for the same ones.
 
@@ -240,13 +242,14 @@ class PackedState(Mapping[str, "Tensor | PackedWeight"]):
         layout: of the model.
         numerics: of expert weights.
         weights: the parameters by name, as for :func:`model_digest`.
+        first: first layer whose experts are packed.
     """
 
     def __init__(
-        self, model: nn.Module, layout: ModelLayout, numerics: Numerics, weights: Mapping[str, Tensor]
+        self, model: nn.Module, layout: ModelLayout, numerics: Numerics, weights: Mapping[str, Tensor], first: int = 0
     ) -> None:
         self._numerics, self._weights = numerics, weights
-        self._transposed = {name: transposed for name, _, transposed in expert_weights(model, layout)}
+        self._transposed = {name: transposed for name, _, transposed in expert_weights(model, layout, first)}
         self._packed: dict[str, PackedWeight] = {}
 
     def __getitem__(self, name: str) -> Tensor | PackedWeight:
@@ -269,6 +272,7 @@ def model_digest(
     numerics: Numerics | None,
     weights: Mapping[str, Tensor | PackedWeight] | None = None,
     digest: Digest | None = None,
+    first: int = 0,
 ) -> str:
     """Checksum of a model as it is deployed with ``numerics`` for its expert weights (``None``: unquantized).
 
@@ -280,9 +284,10 @@ def model_digest(
         numerics: of expert weights.
         weights: the parameters by name, where the model's own are sharded or packed already.
         digest: what took it before.
+        first: first layer whose experts are quantized.
     """
     known: Mapping[str, Tensor | PackedWeight] = dict(model.named_parameters()) if weights is None else weights
-    experts = {name: transposed for name, _, transposed in expert_weights(model, layout)} if numerics else {}
+    experts = {name: transposed for name, _, transposed in expert_weights(model, layout, first)} if numerics else {}
 
     def parts(name: str) -> Iterator[Tensor]:
         weight = known[name]

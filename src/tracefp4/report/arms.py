@@ -26,13 +26,14 @@ from dataclasses import dataclass
 from tracefp4.errors import ConfigError, suggest
 from tracefp4.guidance.plan import Plan
 from tracefp4.methods import get_method
+from tracefp4.rl.plans import named_scales
 
 REFERENCE = "bf16"
 """The arm that others are compared with."""
 MAIN_METHODS = ("bf16", "qat", "qarl", "quads", "tis_sc", "trace")
 PLANS = (
-    *("r4-all", "r3-all", "r2-all", "r1-all", "r1-half", "r1-quarter"),
-    *("r1-all+mid", "r1-half+mid", "r1-quarter+mid", "c1-all+mid/s2"),
+    *("r4-all/s8", "r3-all/s8", "r2-all/s8", "r1-all/s8", "r1-half", "r1-quarter"),
+    *("r1-all+mid/s8", "r1-half+mid", "r1-quarter+mid", "c1-all+mid/s2"),
 )
 """Plans of table t5 besides the configuration's own."""
 POSTHOC = ("nvfp4", "4over6-mse", "4over6-mae", "4over6-absmax", "hscale")
@@ -89,6 +90,8 @@ class Base:
     plan: str
     pulls: bool = True
     """Whether its runs may follow checked plans with congruent scales."""
+    calm: bool = True
+    """Whether plans that name no bits of a scale take the fewest (:func:`tracefp4.rl.plans.named_scales`)."""
 
     def plans(self) -> list[str]:
         """Plans of table t5 where none are named, the configuration's own first."""
@@ -98,7 +101,7 @@ class Base:
     def arm(self, method: str, spec: str | None = None, plan: str | None = None, *extra: str, suffix: str = "") -> Arm:
         """An arm; ``spec`` and ``plan`` that are those of the configuration leave no trace in its name."""
         name, settings = method, [f"method={method}"]
-        shown_spec, shown_plan = spec or self.spec, followed(method, plan or self.plan)
+        shown_spec, shown_plan = spec or self.spec, followed(method, plan or self.plan, self.calm)
         if method == REFERENCE:
             return Arm(name, method, "bf16", "", tuple(settings))
         if spec not in (None, self.spec):
@@ -110,13 +113,13 @@ class Base:
         return Arm(name, label, shown_spec, shown_plan, (*settings, *extra))
 
 
-def followed(method: str, plan: str) -> str:
+def followed(method: str, plan: str, calm: bool = True) -> str:
     """What tables call the part of ``plan`` that a method follows; empty for one that follows none."""
     found = get_method(method)
     if not found.guided:
         return ""
     try:
-        return str(found.plan(Plan.parse(plan)))
+        return str(found.plan(Plan.parse(named_scales(found, plan, calm))))
     except ConfigError:  # chosen as training goes, or a share of layers that are not known here
         return plan
 
@@ -179,5 +182,5 @@ def parse_arm(text: str, base: Base) -> Arm:
     if not separator or not name or "/" in name or "method" not in values or len(values) != len(settings):
         raise ConfigError(f"--arm {text!r} is not of the form NAME:method=...,key=value")
     method = values["method"]
-    plan = followed(method, values.get("plan", base.plan))
+    plan = followed(method, values.get("plan", base.plan), base.calm)
     return Arm(name, name, "bf16" if method == REFERENCE else values.get("spec", base.spec), plan, settings)

@@ -18,12 +18,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from tracefp4.config import Config
 from tracefp4.core import Kind, Rollout, Site, SiteShape
 from tracefp4.formats.spec import Spec
 from tracefp4.guidance.auto import BITS, CHEAP, LARGEST, SCALE_BITS, Choice, budget_of, choose_plan
-from tracefp4.guidance.plan import ALL_KINDS, Plan
+from tracefp4.guidance.plan import ALL_KINDS, WHOLE, Plan, enough_scale_bits, says_scale_bits
 from tracefp4.guidance.record import Record, restrict
 from tracefp4.guidance.sizes import bytes_per_token
+from tracefp4.methods import get_method
 from tracefp4.methods.base import Method
 from tracefp4.models.binding import bind, binding_of, unbind
 from tracefp4.training.batch import Example, collate, plan_micro_batches
@@ -39,6 +41,48 @@ CHECKED = tuple(
 """Plans that are tried first where bits can be pulled, the smallest first."""
 SEQUENCES = 16
 """Rollouts that a choice is measured on, at most."""
+
+
+def named_scales(method: Method, text: str, calm: bool = True) -> str:
+    """A plan's name that says in how many bits its scales travel.
+
+    A name that says nothing takes what was measured to be enough for the sites that its method follows
+    (:func:`tracefp4.guidance.plan.enough_scale_bits`), if engine and trainer stay as near to each other as there: one
+    optimizer step on rollouts of the step, by the embedded engine. Several steps a batch or older rollouts let scales
+    drift apart (3 % to 20 % of the restored ones were wrong), and what SGLang's and vLLM's own kernels make of them on
+    a GPU was never measured; such runs take whole scales. A plan that says ``/s2`` or ``/s3`` has its will.
+
+    Args:
+        method: of the run.
+        text: a plan as configured; one that is chosen, or of a method that follows none, stays as it is.
+        calm: whether the run is of that kind (:func:`is_calm`).
+
+    Raises:
+        ConfigError: no such plan, or one that the method has no use for.
+    """
+    if not method.guided or says_scale_bits(text) or text == "none" or budget_of(text) is not None:
+        return text
+    found = method.plan(Plan.parse(text, num_layers=4))  # of a share of the layers: how many does not matter
+    bits = enough_scale_bits(found.depth, found.kinds, found.spans, method.kinds) if calm else WHOLE
+    return f"{text}/s{bits}"
+
+
+def is_calm(config: Config) -> bool:
+    """Whether scales are known to be restored under such settings: fresh rollouts, one step, the embedded engine."""
+    train = config.train
+    fresh = not (train.lag or train.guided_lag or train.max_lag)
+    return config.engine == "embedded" and train.minibatches == 1 and fresh
+
+
+def resolved(config: Config) -> Config:
+    """The settings of a run with what its method brings along, and what its plan leaves open. Twice is as once.
+
+    Raises:
+        ConfigError: no such method or plan.
+    """
+    method = get_method(config.method)
+    config = method.settings(config)
+    return config.model_copy(update={"plan": named_scales(method, config.plan, is_calm(config))})
 
 
 def first_plan(method: Method, plan: str, layers: int, chosen: str | None = None) -> Plan | None:

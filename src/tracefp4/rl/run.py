@@ -40,12 +40,13 @@ from tracefp4.models.coverage import Coverage, coverage, probe
 from tracefp4.models.layout import describe
 from tracefp4.models.loading import load_model
 from tracefp4.models.packing import Digest, model_digest
+from tracefp4.rl.bf16_layers import settled
 from tracefp4.rl.clock import Clock
 from tracefp4.rl.collect import Experience, digest_experience, guidance_size, make_requests, sampling_params, score
 from tracefp4.rl.description import describe_run
 from tracefp4.rl.evaluate import evaluate
 from tracefp4.rl.journal import Journal, NoJournal, make_tracker
-from tracefp4.rl.plans import choose_measured, first_plan, spread, unbound_copy
+from tracefp4.rl.plans import choose_measured, first_plan, resolved, spread, unbound_copy
 from tracefp4.rl.prompts import Prompter
 from tracefp4.rl.reference import Reference
 from tracefp4.rl.routers import check_routers
@@ -86,15 +87,13 @@ class Run:
         ranks: Ranks = ALONE,
     ) -> None:
         self.method = get_method(config.method)
-        config = self.method.settings(config)
+        config = resolved(config)
         check_training(config)
         check_ranks(config, ranks)
         self.config, self.note, self.ranks = config, note, ranks
         self.folder, self.device = Path(config.output_dir), resolve_device(config.device)
         if config.threads:
             torch.set_num_threads(config.threads)
-        spec = get_spec(config.spec, config.numerics)
-        self.rollout_spec, self.trainer_spec = self.method.rollout_spec(spec), self.method.trainer_spec(spec)
         self.task = make_task(config.task)
         loaded = load_model(config.policy, device=self.device, seed=config.seed)
         self.model, self.source = loaded.model, loaded.source
@@ -104,11 +103,16 @@ class Run:
             self.start = start_warm(config, self.model, self.task, self.prompter, warm_progress)
         if self.source.get("upcycling") and config.warm_start.steps:
             note(f"routers: {check_routers(self.model, self.task, self.prompter, (config.seed, 'routers'))}")
-        prepare_keys(config, self.model, self.rollout_spec, self.task, self.prompter)
+        prepare_keys(config, self.model, self.method, self.task, self.prompter)
         self.step = self.version = 0
         self.backlog: deque[Experience] = deque()
         """Batches that wait to be trained on: ``train.lag`` of them."""
-        self._build(checkpoint.newest(self.folder / "checkpoints", self._identity()))
+        saved = checkpoint.newest(self.folder / "checkpoints", self._identity())
+        given = None if saved is None else saved.state.spec
+        self.config = config = settled(config, given, self.model, self.tokenizer, self.task, self.prompter, note)
+        spec = get_spec(config.spec, config.numerics)
+        self.rollout_spec, self.trainer_spec = self.method.rollout_spec(spec), self.method.trainer_spec(spec)
+        self._build(saved)
 
     def _build(self, saved: checkpoint.Saved | None) -> None:
         config = self.config
@@ -315,10 +319,10 @@ class Run:
 
     def sync(self) -> None:
         """Push the trainer's weights to the engine, as ``rollout.refit`` says, and prove that both serve the same."""
-        numerics = self.rollout_spec.weights
-        state = sent_weights(self.config, self.model, self.layout, numerics)
+        spec = self.rollout_spec
+        state = sent_weights(self.config, self.model, self.layout, spec)
         digest = self.engine.sync(state, self.version)
-        mine = model_digest(self.model, self.layout, numerics, state, self._digest)
+        mine = model_digest(self.model, self.layout, spec.weights, state, self._digest, spec.bf16_layers)
         if digest != mine:
             raise SyncError(f"weights differ after sync {self.version}: engine {digest}, trainer {mine}")
 
@@ -357,7 +361,8 @@ class Run:
     def save(self) -> Path:
         """Write a checkpoint of the current step; the first rank writes, the others hand it their shards."""
         plan, start = "" if self.plan is None else str(self.plan), self.start.name
-        state = checkpoint.TrainState(self.step, self.version, self.optimizer.steps, self._identity(), plan, start)
+        steps, identity, spec = self.optimizer.steps, self._identity(), self.config.spec
+        state = checkpoint.TrainState(self.step, self.version, steps, identity, plan, start, spec)
         root, model, optimizer = self.folder / "checkpoints", weights(self.model), self.optimizer.state()
         if not self.ranks.first:
             checkpoint.attend(model, optimizer)

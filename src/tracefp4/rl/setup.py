@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from tracefp4.config import Config
 from tracefp4.core import Kind
 from tracefp4.errors import ConfigError, suggest
-from tracefp4.formats.numerics import Numerics
-from tracefp4.formats.spec import get_spec
+from tracefp4.formats.spec import Spec, get_spec, with_bf16_layers
 from tracefp4.guidance.auto import LARGEST, budget_of
 from tracefp4.guidance.plan import ALL_KINDS, Plan
 from tracefp4.methods import get_method
@@ -75,13 +74,13 @@ def weight_cache(config: Config, ranks: Ranks) -> Cache:
 
 
 def sent_weights(
-    config: Config, model: nn.Module, layout: ModelLayout, numerics: Numerics | None
+    config: Config, model: nn.Module, layout: ModelLayout, spec: Spec
 ) -> Mapping[str, Tensor | PackedWeight]:
     """Parameters by name as a sync sends them; experts are packed where ``rollout.refit`` says so."""
     known = weights(model)
-    if config.rollout.refit == "bf16" or numerics is None:
+    if config.rollout.refit == "bf16" or spec.weights is None:
         return known
-    return PackedState(model, layout, numerics, known)
+    return PackedState(model, layout, spec.weights, known, spec.bf16_layers)
 
 
 def check_training(config: Config) -> None:
@@ -165,9 +164,12 @@ def check_decoder(plan: Plan, decoder: str) -> None:
 def config_hash(config: Config) -> str:
     """Hash of every setting that shapes the numbers of a run; folder, tracker, threads and caches do not.
 
-    Neither does its length, unless the learning rate falls towards it.
+    Neither does its length, unless the learning rate falls towards it, nor the number of layers in BF16 that comes of a
+    plan that is chosen.
     """
     length = ("steps",) if config.optimizer.schedule == "constant" else ()
     free = dict.fromkeys((*length, "max_minutes", "output_dir", "tracker", "threads"), True)
     data = config.model_dump(mode="json", exclude={**free, "train": {"weight_cache"}})
+    if get_method(config.method).guided and budget_of(config.plan) is not None:
+        data["spec"] = with_bf16_layers(config.spec, 0)
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=12).hexdigest()

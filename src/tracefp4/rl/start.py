@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import nn
 
 from tracefp4.config import Config
-from tracefp4.formats.spec import Spec
+from tracefp4.formats.spec import get_spec
+from tracefp4.methods.base import Method
 from tracefp4.models.directory import cache_dir
 from tracefp4.models.layout import describe
 from tracefp4.rl.prompts import Prompter
@@ -50,13 +51,14 @@ def start_warm(
     )
 
 
-def prepare_keys(config: Config, model: nn.Module, spec: Spec, task: Task, prompter: Prompter) -> None:
+def prepare_keys(config: Config, model: nn.Module, method: Method, task: Task, prompter: Prompter) -> None:
     """Store the keys of a warm-started policy in the basis that ``key_basis`` names, if they are quantized at all.
 
     Raises:
         ConfigError: keys that cannot be.
         TaskError: an item without a target.
     """
+    spec = method.rollout_spec(get_spec(config.spec, config.numerics))
     if config.key_basis == "plain" or spec.kv is None:
         return
     pairs = gold_pairs(task.items("train", ITEMS, (config.seed, "key-basis")), prompter)

@@ -134,7 +134,9 @@ class EmbeddedEngine(StepwiseEngine):
         sites = EngineSites(layout, self.spec, limits.max_batch, residual)
         bind(self._model, sites, spec=self.spec)
         # Before the pool: what packing frees is there for K and V.
-        self._weights = WeightSync(self._model, layout, self.spec.weights, sites.weight_scales, sites.kernel_weights)
+        self._weights = WeightSync(
+            self._model, layout, self.spec.weights, sites.weight_scales, sites.kernel_weights, self.spec.bf16_layers
+        )
         self.pool = KVPool(layout, self.spec, slots, dtype, device)
         self.capture = Capture(layout, shapes, 4 if self.plan is None else self.plan.bits, slots, device)
         self.states = StatePool(layout, limits.max_batch + RESIDENT_STATES, self._state_dtype)

@@ -9,15 +9,17 @@ up the whole memory management::
     a page that is about to be written has exactly one owner: the last, partly filled page of a prompt is copied
 
 What a slot stores is what an FP4 cache stores: packed codes, two a byte, and a scale byte for each block. Attention
-reads nothing else, not even for the token that was written a moment ago. With ``spec.kv is None`` a slot stores the
-values in the model's dtype. How the bytes of a slot are arranged is the business of :mod:`tracefp4.rollout.plane`.
+reads nothing else, not even for the token that was written a moment ago. With ``spec.kv is None``, and in the layers
+that the spec leaves out, a slot stores the values in the model's dtype. Layers of one format lie in one *stack*; how
+the bytes of a slot are arranged there is the business of :mod:`tracefp4.rollout.plane`.
 
 One page more than the engine may use is kept for *padding*: rows that fill up a batch write and read there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -99,13 +101,6 @@ class PageAllocator:
         return [pages[p // size] * size + p % size for p in range(start, stop)]
 
 
-def kv_sizes(layout: ModelLayout) -> dict[Kind, tuple[int, int]]:
-    """``(vectors, width)`` of what a layer caches for a token: K and V, or the latent and the rotated key part."""
-    if layout.latent_rank is not None and layout.rope_dim is not None:
-        return {Kind.LATENT: (1, layout.latent_rank), Kind.K: (1, layout.rope_dim)}
-    return {Kind.K: (layout.kv_heads, layout.head_dim), Kind.V: (layout.kv_heads, layout.v_head_dim)}
-
-
 def check_storable(spec: Spec) -> None:
     """Refuse numerics that a pool cannot store.
 
@@ -135,7 +130,7 @@ class KVPool:
 
     Args:
         layout: which layers have a cache, and its sizes.
-        spec: ``spec.kv`` quantizes; ``None`` stores ``dtype``.
+        spec: ``spec.kv`` quantizes the layers that it does not leave out; ``None`` stores ``dtype``.
         slots: slots in all, the padding page included.
         dtype: the model's dtype, in which :meth:`read` answers.
         device: where the pool lies.
@@ -146,14 +141,15 @@ class KVPool:
 
     def __init__(self, layout: ModelLayout, spec: Spec, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         check_storable(spec)
-        self.format = KVFormat.of(kv_sizes(layout), spec.kv, dtype, device)
-        self._slots = slots
-        self._codes, self._scales = self._allocate(len(layout.kv_layers), slots, device)
-        self._index = {layer: i for i, layer in enumerate(layout.kv_layers)}
-        self._planes = {
-            layer: KVPlane(self.format, self._codes[i], None if self._scales is None else self._scales[i])
-            for layer, i in self._index.items()
-        }
+        sizes, self._slots = layout.kv_sizes(), slots
+        self.format = KVFormat.of(sizes, spec.kv, dtype, device)
+        quantized = [layer for layer in layout.kv_layers if spec.kv is None or spec.quantizes(layer)]
+        rest = [layer for layer in layout.kv_layers if layer not in quantized]
+        self._stack = _Stack.of(self.format, quantized, slots, device)
+        self._stacks = [self._stack]
+        if rest:
+            self._stacks.append(_Stack.of(KVFormat.of(sizes, None, dtype, device), rest, slots, device))
+        self._planes = {layer: plane for stack in self._stacks for layer, plane in stack.planes()}
 
     @property
     def numerics(self) -> Numerics | None:
@@ -164,15 +160,6 @@ class KVPool:
     def for_kernels(self) -> bool:
         """Stored for the attention kernels: codes in words, scales recoded."""
         return self.format.for_kernels
-
-    def _allocate(self, layers: int, slots: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Codes (or values) and scales of all layers, side by side so that one gather reads them all."""
-        form = self.format
-        width = form.code_bytes // form.code_dtype.itemsize
-        codes = torch.zeros(layers, slots, width, dtype=form.code_dtype, device=device)
-        if form.numerics is None:
-            return codes, None
-        return codes, torch.zeros(layers, slots, form.scale_bytes, dtype=torch.uint8, device=device)
 
     def paged(self, layer: int, page_size: int) -> PagedKV | None:
         """What attention kernels read of a layer, or ``None`` if the pool is not stored for them."""
@@ -210,13 +197,15 @@ class KVPool:
             packed codes ``(L, T, vectors, width / 2)`` and scale bytes ``(L, T, vectors, width / block)``.
 
         Raises:
-            EngineError: the pool is not quantized.
+            EngineError: a layer is not quantized.
         """
-        if self._scales is None:
-            raise EngineError(f"layer {layers[0]} stores {kind} in {self.format.dtype}: there are no codes to read")
-        first = np.array([self._index[layer] for layer in layers], np.int64)[:, None] * self._scales.shape[1]
-        lines = (upload(first, self._scales.device) + slots.to(self._scales.device)).flatten()
-        whole = KVPlane(self.format, self._codes.flatten(0, 1), self._scales.flatten(0, 1))
+        codes, scales, index = self._stack.codes, self._stack.scales, self._stack.index
+        plain = [layer for layer in layers if scales is None or layer not in index]
+        if plain or scales is None:
+            raise EngineError(f"layer {plain[0]} stores {kind} in {self.format.dtype}: there are no codes to read")
+        first = np.array([index[layer] for layer in layers], np.int64)[:, None] * self._slots
+        lines = (upload(first, scales.device) + slots.to(scales.device)).flatten()
+        whole = KVPlane(self.format, codes.flatten(0, 1), scales.flatten(0, 1))
         codes, scales = whole.stored(kind, lines)
         return codes.unflatten(0, (len(layers), -1)), scales.unflatten(0, (len(layers), -1))
 
@@ -226,4 +215,31 @@ class KVPool:
             tensor.index_copy_(1, target, tensor.index_select(1, source))
 
     def _tensors(self) -> list[Tensor]:
-        return [t for t in (self._codes, self._scales) if t is not None]
+        return [t for stack in self._stacks for t in (stack.codes, stack.scales) if t is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """Layers of one format, side by side so that one gather reads them all."""
+
+    format: KVFormat
+    index: dict[int, int]
+    """Place of each layer in the stack."""
+    codes: Tensor
+    """``(layers, slots, n)`` codes, or values."""
+    scales: Tensor | None
+    """uint8 ``(layers, slots, m)``; ``None`` for values."""
+
+    @classmethod
+    def of(cls, form: KVFormat, layers: Sequence[int], slots: int, device: torch.device) -> _Stack:
+        """Empty room for ``layers``."""
+        width, index = form.code_bytes // form.code_dtype.itemsize, {layer: i for i, layer in enumerate(layers)}
+        codes, scales = torch.zeros(len(layers), slots, width, dtype=form.code_dtype, device=device), None
+        if form.numerics is not None:
+            scales = torch.zeros(len(layers), slots, form.scale_bytes, dtype=torch.uint8, device=device)
+        return cls(form, index, codes, scales)
+
+    def planes(self) -> Iterator[tuple[int, KVPlane]]:
+        """Each layer and its plane."""
+        for layer, i in self.index.items():
+            yield layer, KVPlane(self.format, self.codes[i], None if self.scales is None else self.scales[i])

@@ -161,7 +161,7 @@ class _Experts:
     @property
     def takes_norm(self) -> bool:
         """Whether :meth:`enter_normed` may make more of its norm than a tensor."""
-        return self.owner.spec.for_kind(Kind.EXPERTS_IN) is not None and not self.owner.residual
+        return self.owner.spec.for_site(Site(self.layer, Kind.EXPERTS_IN)) is not None and not self.owner.residual
 
     def enter(self, x: Tensor) -> Operand:
         batch = self.owner.here(f"{self.layer}.enter")
@@ -173,7 +173,7 @@ class _Experts:
     def enter_normed(self, x: Tensor, added: Tensor, weight: Tensor, eps: float, offset: bool) -> tuple[Tensor, Tensor]:
         """``x + added`` and its norm; where there is a kernel for it, the rounding that :meth:`enter` will ask for."""
         site, batch = Site(self.layer, Kind.EXPERTS_IN), self.owner.running
-        numerics = self.owner.spec.for_kind(site.kind)
+        numerics = self.owner.spec.for_site(site)
         if self.takes_norm and numerics is not None:
             bits, place = self.owner.capture.bits_of(site), self._place(site, batch)
             flat, other = (t.contiguous().view(-1, t.shape[-1]) for t in (x, added))
@@ -192,10 +192,11 @@ class _Experts:
 
     def gated(self, gate_up: Tensor) -> Operand | None:
         """:meth:`middle` of ``silu(gate) * up``, ``gate_up (P, 2I)`` in order of pairs, if there is a kernel for it."""
-        numerics = self.owner.spec.for_kind(Kind.EXPERTS_MID)
+        site = Site(self.layer, Kind.EXPERTS_MID)
+        numerics = self.owner.spec.for_site(site)
         if numerics is None:
             return None
-        site, batch = Site(self.layer, Kind.EXPERTS_MID), self.owner.running
+        batch = self.owner.running
         bits, place, residual = self.owner.capture.bits_of(site), self._place(site, batch), self.owner.residual
         if residual:
             q = round_gated_compensated(gate_up, numerics, residual, bits, place=place)
@@ -206,9 +207,14 @@ class _Experts:
         self.owner.here(f"{self.layer}.middle")
         return self._recorded(site, q, batch, None)
 
+    @property
+    def _quantized(self) -> bool:
+        """Whether the weights of this layer are."""
+        return self.owner.spec.weights_of(self.layer) is not None
+
     def _weight(self, module: nn.Module, projection: str) -> Operand:
         weight = getattr(module, projection)
-        if self.owner.spec.weights is not None and (self.layer, projection) in self.owner.kernel_weights:
+        if self._quantized and (self.layer, projection) in self.owner.kernel_weights:
             raise EngineError(
                 f"{projection} of layer {self.layer} is kept for the grouped kernel alone, and a forward pass without "
                 "kernels asked for it; set TRACEFP4_KERNELS before the engine is built"
@@ -221,16 +227,16 @@ class _Experts:
     def _make(self, module: nn.Module, projection: str, values: Tensor) -> Operand:
         if getattr(module, "is_transposed", False):
             values = values.transpose(1, 2)
-        if self.owner.spec.weights is None:
+        if not self._quantized:
             return Operand(values, None)
         # A model in bfloat16 is not copied; in a wider dtype the values are exact all the same.
         return Operand(values.to(torch.bfloat16), self.owner.weight_scales[self.layer, projection])
 
     def _quantize(self, kind: Kind, x: Tensor, batch: Batch, pairs: Tensor | None) -> Operand:
-        numerics = self.owner.spec.for_kind(kind)
+        site, residual = Site(self.layer, kind), self.owner.residual
+        numerics = self.owner.spec.for_site(site)
         if numerics is None:
             return Operand(x, None)
-        site, residual = Site(self.layer, kind), self.owner.residual
         bits, place = self.owner.capture.bits_of(site), None if pairs is not None else self._place(site, batch)
         if residual:
             q = round_compensated(x, numerics, residual, bits, place=place)

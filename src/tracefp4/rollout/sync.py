@@ -19,7 +19,7 @@ Nothing here is atomic: a sync that fails half-way leaves a mixture behind, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +53,7 @@ class WeightSync:
         numerics: of expert weights; ``None`` leaves them as they are.
         scales: where the global scales of quantized weights go, shared with the site objects.
         kernel_weights: where weights arranged for the grouped kernel go, likewise; ``None`` if nobody wants them.
+        first: first layer whose experts are quantized; those before it are left as they are.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class WeightSync:
         numerics: Numerics | None,
         scales: WeightScales,
         kernel_weights: KernelWeights | None = None,
+        first: int = 0,
     ) -> None:
         self.numerics, self._scales, self._kernel_weights = numerics, scales, kernel_weights
         self._parameters = dict(model.named_parameters())
@@ -69,11 +71,11 @@ class WeightSync:
         self._experts: dict[str, tuple[int, str, bool]] = {}
         if numerics is not None:
             layers = {path: layer for layer, path in layout.experts.items()}
-            for name, _, transposed in expert_weights(model, layout):
+            for name, _, transposed in expert_weights(model, layout, first):
                 path, _, projection = name.rpartition(".")
                 self._experts[name] = (layers[path], projection, transposed)
-        elif kernel_weights is not None:
-            _plain_kernel_weights(model, layout, kernel_weights)
+        if kernel_weights is not None:
+            _plain_kernel_weights(model, layout, kernel_weights, self._experts)
         self._packed: dict[str, PackedWeight] = {}
         self._aside: dict[str, Aside] = {}
         """Of the weights that are kept arranged."""
@@ -262,10 +264,14 @@ def _optional(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, T
     return {name: tensor for name, tensor in (names | buffers).items() if name not in parameters}
 
 
-def _plain_kernel_weights(model: nn.Module, layout: ModelLayout, kernel_weights: KernelWeights) -> None:
+def _plain_kernel_weights(
+    model: nn.Module, layout: ModelLayout, kernel_weights: KernelWeights, quantized: Collection[str]
+) -> None:
     """The grouped kernel reads unquantized parameters where they lie."""
     layers = {path: layer for layer, path in layout.experts.items()}
     for name, weight, transposed in expert_weights(model, layout):
         path, _, projection = name.rpartition(".")
+        if name in quantized:
+            continue
         if usable(weight) and weight.dtype is torch.bfloat16 and not transposed:
             put_plain(kernel_weights, (layers[path], projection), weight.detach())

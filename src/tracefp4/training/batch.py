@@ -261,7 +261,7 @@ def _stack_guidance(examples: Sequence[Example], width: int, device: torch.devic
         complete = complete and bool(guided[b, : e.rows].all())
     rows = guided.flatten().to(device, non_blocking=True)
     sites = stack_sites([e.record for e in examples], known, width, device)
-    pulls, plan, count = None, Plan.parse(known.plan), int(guided.sum())
+    pulls, plan, count = None, Plan.recorded(known.plan), int(guided.sum())
     if plan.checked:
         pulls = Pulls(plan.bits, [None if e.record is None else e.record.source for e in examples], width, count)
     return GuidedRows(rows, complete, count, sites, pulls)

@@ -37,6 +37,8 @@ class TrainState:
     """What the engine records; empty without guidance."""
     warm_start: str = ""
     """Name of what the run began from."""
+    spec: str = ""
+    """The run's, with the number of layers in BF16 that a run which chooses its plan has settled on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,20 +243,24 @@ class _Experts:
     """Among the layers with experts."""
 
     def gate_up(self, module: nn.Module) -> Operand:
-        return self.owner.weights.get(module, "gate_up_proj")
+        return self._weights.get(module, "gate_up_proj")
 
     def down(self, module: nn.Module) -> Operand:
-        return self.owner.weights.get(module, "down_proj")
+        return self._weights.get(module, "down_proj")
+
+    @property
+    def _weights(self) -> WeightOperands:
+        weights = self.owner.weights
+        return weights if self.owner.spec.quantizes(self.layer) else weights.plain
 
     def enter(self, x: Tensor) -> Operand:
         return self._operand(Kind.EXPERTS_IN, x, None)
 
     def gated(self, gate_up: Tensor) -> Operand | None:
         """:meth:`middle` of ``silu(gate) * up``, ``gate_up (P, 2 I)``, if there is a kernel for both."""
-        numerics = self.owner.spec.for_kind(Kind.EXPERTS_MID)
-        if numerics is None:
-            return None
-        return self.owner.gated(Site(self.layer, Kind.EXPERTS_MID), gate_up.detach(), numerics)
+        site = Site(self.layer, Kind.EXPERTS_MID)
+        numerics = self.owner.spec.for_site(site)
+        return None if numerics is None else self.owner.gated(site, gate_up.detach(), numerics)
 
     def middle(self, h: Tensor, pairs: Tensor | None) -> Operand:
         return self._operand(Kind.EXPERTS_MID, h, pairs)
@@ -266,10 +270,11 @@ class _Experts:
         return self.owner.sorted(self.index, experts, sort)
 
     def _operand(self, kind: Kind, x: Tensor, rows: Tensor | None) -> Operand:
-        numerics = self.owner.spec.for_kind(kind)
+        site = Site(self.layer, kind)
+        numerics = self.owner.spec.for_site(site)
         if numerics is None:
             return Operand(x.detach(), None)
-        return self.owner.operand(Site(self.layer, kind), x.detach(), numerics, rows)
+        return self.owner.operand(site, x.detach(), numerics, rows)
 
 
 @dataclass(slots=True)
@@ -326,10 +331,11 @@ class _Attention:
 
     def _fake(self, kind: Kind, x: Tensor) -> Tensor:
         """Fake-quantize ``x (B, S, vectors, width)``."""
-        numerics = self.owner.spec.for_kind(kind)
+        site = Site(self.layer, kind)
+        numerics = self.owner.spec.for_site(site)
         if numerics is None:
             return x
-        values = self.owner.values(Site(self.layer, kind), x.detach().reshape(-1, x.shape[-1]), numerics)
+        values = self.owner.values(site, x.detach().reshape(-1, x.shape[-1]), numerics)
         return _StraightThrough.apply(x, values.view(x.shape))
 
 

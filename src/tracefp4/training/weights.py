@@ -7,6 +7,8 @@ the next optimizer step, each layer twice under gradient checkpointing. What is 
 ``packed``    codes and scales, 0.56 bytes in NVFP4, and the operands of the layer in flight; a layer is widened when
               its forward pass begins and once more before its backward pass
 
+Layers that the spec leaves in bfloat16 are asked for by :attr:`WeightOperands.plain`: their weights are their operands.
+
 Whether a weight has changed is what PyTorch's count of in-place changes tells. A sharded model gathers its weights
 again and again without a change and without counting; there the optimizer says so (:meth:`WeightOperands.manage`).
 """
@@ -49,18 +51,34 @@ class WeightOperands:
         self._operands: OrderedDict[tuple[int, str], tuple[_Stamp, Operand]] = OrderedDict()
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._version: int | None = None
-        self.generation = 0
-        """Grows when operands that somebody may read from where they lie are given up. Widened ones are not: those of
-        changed weights are written over them."""
+        self._generation = 0
+        self._plain = None if numerics is None else WeightOperands(None)
+
+    @property
+    def plain(self) -> WeightOperands:
+        """Operands of the layers that are not quantized."""
+        return self if self._plain is None else self._plain
+
+    @property
+    def generation(self) -> int:
+        """Grows when operands that somebody may read from where they lie are given up.
+
+        Widened ones are not: those of changed weights are written over them.
+        """
+        return self._generation + (0 if self._plain is None else self._plain.generation)
 
     def manage(self) -> None:
         """From now on weights change when :meth:`renew` says so, and never otherwise."""
         self._version = 0
+        if self._plain is not None:
+            self._plain.manage()
 
     def renew(self) -> None:
         """Weights have changed. Of no effect unless they are managed."""
         if self._version is not None:
             self._version += 1
+        if self._plain is not None:
+            self._plain.renew()
 
     def get(self, module: nn.Module, projection: str) -> Operand:
         """Operand ``(E, out, in)`` of ``module.<projection>``, quantized anew only after the weight changed."""
@@ -68,7 +86,7 @@ class WeightOperands:
         transposed = bool(getattr(module, "is_transposed", False))
         if self.numerics is None and self._version is not None:
             # Gathered memory is given back after the layer: nothing may hold on to it.
-            return self._plain(weight.detach(), transposed)
+            return _as_is(weight.detach(), transposed)
         key, stamp = (id(module), projection), self._stamp(weight)
         kept = self._operands.get(key)
         if kept is not None and kept[0] == stamp:
@@ -80,20 +98,23 @@ class WeightOperands:
         self._operands[key], self._modules[id(module)] = (stamp, operand), weakref.ref(module)
         if self.cache == "packed" and len(self._operands) > IN_FLIGHT:
             self._operands.popitem(last=False)
-            self.generation += 1
+            self._generation += 1
         return operand
 
     def refresh(self) -> None:
         """Quantize anew every kept operand whose weight has changed, for readers that do not ask."""
         for module, projection in self._kept():
             self.get(module, projection)
+        if self._plain is not None:
+            self._plain.refresh()
 
     def stale(self) -> bool:
         """Whether :meth:`refresh` would change anything."""
-        return any(
+        changed = any(
             self._operands[id(module), projection][0] != self._stamp(getattr(module, projection))
             for module, projection in self._kept()
         )
+        return changed or (self._plain is not None and self._plain.stale())
 
     @property
     def rewritable(self) -> bool:
@@ -109,16 +130,22 @@ class WeightOperands:
             weight: Tensor = getattr(module, projection)
             transposed = bool(getattr(module, "is_transposed", False))
             kept = self._operands[id(module), projection][1]
-            if self.numerics is not None:
+            if self.numerics is None:
+                new = _as_is(weight.detach(), transposed)
+            else:
                 into = kept.values if kept.values.dtype is torch.bfloat16 else None
                 new = weight_operand(weight.detach(), self.numerics, transposed=transposed, into=into)
-                self._renewed(kept, widened(new))
+            self._renewed(kept, widened(new))
+        if self._plain is not None:
+            self._plain.rewrite()
 
     def rewritten(self) -> None:
         """Every kept operand is that of its weight as it is now."""
         for module, projection in self._kept():
             key = (id(module), projection)
             self._operands[key] = (self._stamp(getattr(module, projection)), self._operands[key][1])
+        if self._plain is not None:
+            self._plain.rewritten()
 
     def _kept(self) -> list[tuple[nn.Module, str]]:
         """Modules that are still there, and the projections of theirs that operands are kept of."""
@@ -132,7 +159,7 @@ class WeightOperands:
         parts = ((old.values, new.values), (old.scale, new.scale))
         same = all(a is b or (a is not None and b is not None and a.shape == b.shape) for a, b in parts)
         if self.cache == "packed" or not same or old.values.dtype is not new.values.dtype:
-            self.generation += 1
+            self._generation += 1
             return new
         for target, source in parts:
             if target is not None and source is not None:
@@ -151,7 +178,7 @@ class WeightOperands:
         key = (id(module), projection)
         self._packed[key] = (self._stamp(getattr(module, projection)), packed)
         self._operands.pop(key, None)
-        self.generation += 1
+        self._generation += 1
 
     def tensors(self) -> list[Tensor]:
         """Everything that is kept beside the weights themselves."""
@@ -170,7 +197,7 @@ class WeightOperands:
 
     def _make(self, key: tuple[int, str], stamp: _Stamp, weight: Tensor, transposed: bool) -> Operand:
         if self.numerics is None:
-            return self._plain(weight, transposed)
+            return _as_is(weight, transposed)
         kept = self._packed.get(key)
         if kept is None or kept[0] != stamp:
             if self.cache == "widened":
@@ -180,6 +207,7 @@ class WeightOperands:
         operand = kept[1].operand()
         return operand if self.cache == "packed" else Operand(operand.values, operand.scale)
 
-    @staticmethod
-    def _plain(weight: Tensor, transposed: bool) -> Operand:
-        return Operand(weight.transpose(1, 2).contiguous() if transposed else weight, None)
+
+def _as_is(weight: Tensor, transposed: bool) -> Operand:
+    """The operand of a weight that is not quantized."""
+    return Operand(weight.transpose(1, 2).contiguous() if transposed else weight, None)

@@ -79,6 +79,11 @@ class HostedEngine(StepwiseEngine):
         settings: EngineConfig,
     ) -> None:
         plan = stored_plan(plan, store)
+        if spec.bf16_layers:
+            raise EngineError(
+                f"engine {self.name!r} is told one format for all layers; spec {spec.name!r} leaves "
+                f"{spec.bf16_layers} of them in bfloat16, which engine 'embedded' can"
+            )
         self.spec, self.plan, self._store = spec, plan, store
         self._limits = Limits(settings.max_tokens, settings.page_size, settings.max_batch, settings.prefill_chunk)
         source: Any = model

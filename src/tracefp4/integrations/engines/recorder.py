@@ -37,7 +37,7 @@ from tracefp4.models.sites import Operand
 from tracefp4.rollout.admission import recorded_shapes, stored_plan
 from tracefp4.rollout.capture import Capture
 from tracefp4.rollout.harvest import gather
-from tracefp4.rollout.pool import KVPool, StoredKV, kv_sizes
+from tracefp4.rollout.pool import KVPool, StoredKV
 
 _PRIMES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 _HOST = torch.device("cpu")
@@ -229,7 +229,7 @@ class Recorder:
         """
         if self._own is None:
             return k, v
-        kinds = kv_sizes(self.layout)
+        kinds = self.layout.kv_sizes()
         shapes = {Kind.K: kinds[Kind.K], Kind.V: kinds[Kind.V]}
         parts = {kind: x.reshape(-1, *shapes[kind]) for kind, x in ((Kind.K, k), (Kind.V, v))}
         q = self._own.write(layer, slots.to(torch.int64), parts)
