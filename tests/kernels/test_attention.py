@@ -29,7 +29,7 @@ def filled(name, device, *, tokens, heads, width, seed=0, page=16):
 
     generator = torch.Generator().manual_seed(seed)
     pages = -(-tokens // page)
-    table = torch.randperm(pages + 3, generator=generator)[:pages]
+    table = torch.randperm(pages + 3, generator=torch.Generator().manual_seed(page))[:pages]
     position = torch.arange(tokens)
     slots = table[position // page] * page + position % page
     kv = pool_tensors((pages + 3) * page, heads, width, rules(numerics_of(name)) if name else None, device)
@@ -187,6 +187,22 @@ def test_decode_attention(name, width, heads, group, device):
             before=length - 1,
         )
         assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("page", [1, 24, 32, 64])
+@pytest.mark.parametrize("window", [None, 20])
+def test_pages_of_any_size_are_the_same_bits(page, window, device, same):
+    from tracefp4.kernels.attention_decode import decode_attention
+
+    rows, span = (16, 32) if device.type == "cpu" else (32, 64)
+    lengths = torch.tensor([3 * rows, 2 * rows + 5], device=device)  # whole tiles, and a part of one behind them
+    found = []
+    for size in (16, page):
+        kv, table, _, _, _ = filled("nvfp4-te", device, tokens=3 * rows, heads=1, width=64, page=size)
+        q = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(5)).bfloat16().to(device)
+        pages = table.expand(2, -1).contiguous().to(device)
+        found.append(decode_attention(q, kv, pages, lengths, 0.125, window, span=span, rows=rows).cpu())
+    assert same(*found) and found[0].float().abs().max() > 0
 
 
 def configurations():

@@ -90,22 +90,25 @@ def _tile(index: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr):
 @triton.jit
 def _tiles(
     code_ptr, scale_ptr, inside, ROWS: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr,
-    BLOCK: tl.constexpr, ACROSS: tl.constexpr,
+    BLOCK: tl.constexpr, ACROSS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Vectors at ``code_ptr (ROWS,)`` as tiles ``(ROWS, values)``, or ``(values, ROWS)`` if ``ACROSS``.
 
-    FP4 words are read whether ``inside`` or not; outside their scales are finite, so nothing there is a NaN.
+    All are ``inside`` unless ``MASKED``. FP4 words are read whether ``inside`` or not; outside their scales are finite,
+    so nothing there is a NaN.
     """
     if FP4:
         lane, chunk = tl.arange(0, D // 4), tl.arange(0, D // 64) * (64 // BLOCK)
         if ACROSS:
+            mask = inside[None, :] if MASKED else None
             word = tl.load(code_ptr[None, :] + lane[:, None])
-            even, odd = chunk_scales(scale_ptr[None, :] + chunk[:, None], inside[None, :], MX, BLOCK)
+            even, odd = chunk_scales(scale_ptr[None, :] + chunk[:, None], mask, MX, BLOCK)
             even = tl.reshape(tl.broadcast_to(even[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
             odd = tl.reshape(tl.broadcast_to(odd[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
         else:
+            mask = inside[:, None] if MASKED else None
             word = tl.load(code_ptr[:, None] + lane[None, :])
-            even, odd = chunk_scales(scale_ptr[:, None] + chunk[None, :], inside[:, None], MX, BLOCK)
+            even, odd = chunk_scales(scale_ptr[:, None] + chunk[None, :], mask, MX, BLOCK)
             even = tl.reshape(tl.broadcast_to(even[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
             odd = tl.reshape(tl.broadcast_to(odd[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
         return operands(word, even, odd, MX, ACROSS)
@@ -113,12 +116,57 @@ def _tiles(
         found = ()
         for index in tl.static_range(D // 64):
             column = _tile(index, D, FP4)
-            if ACROSS:
-                part = tl.load(code_ptr[None, :] + column[:, None], mask=inside[None, :], other=0.0)
+            at = code_ptr[None, :] + column[:, None] if ACROSS else code_ptr[:, None] + column[None, :]
+            if MASKED:
+                part = tl.load(at, mask=inside[None, :] if ACROSS else inside[:, None], other=0.0)
             else:
-                part = tl.load(code_ptr[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+                part = tl.load(at)
             found = found + (part,)
         return found
+
+
+@triton.jit
+def _attend(
+    first, stop, least, top, total, out, q, codes_ptr, scales_ptr, pages_ptr, code_stride, scale_stride, factor,
+    COLUMNS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr,
+    MX: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attend to the tokens from ``first``, ``ROWS`` of them or, if ``MASKED``, those from ``least`` to ``stop``.
+
+    Returns:
+        ``top``, ``total`` and ``out`` with them.
+    """
+    TILES: tl.constexpr = 4 if FP4 else D // 64
+    step: tl.constexpr = D // 4 if FP4 else D
+    lane = tl.arange(0, ROWS)
+    position = first + lane
+    inside = None
+    if MASKED:
+        inside = (position < stop) & (position >= least)
+    if ROWS % PAGE == 0 or PAGE % ROWS == 0:
+        # Tiles begin where pages do, so what differs between tokens of a tile is the same in every step.
+        at, rest = first // PAGE + lane // PAGE, first % PAGE + lane % PAGE
+    else:
+        at, rest = position // PAGE, position % PAGE
+    page = tl.load(pages_ptr + at, mask=inside, other=0 if MASKED else None)
+    slot = page.to(tl.int32 if NARROW else tl.int64) * PAGE + rest
+    code, scale = codes_ptr + slot * code_stride, scales_ptr + slot * scale_stride
+    k = _tiles(code, scale, inside, ROWS, D, FP4, MX, BLOCK, False, MASKED)
+    s = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for index in tl.static_range(TILES):
+        s = product(k[index], q[index], s)
+    s = s * factor
+    if MASKED:
+        s = tl.where(inside[:, None], s, float("-inf"))
+    higher = tl.maximum(top, tl.max(s, axis=0))
+    p = tl.exp2(s - higher[None, :])
+    keep = tl.exp2(top - higher)
+    total = total * keep[None, :] + p
+    v = _tiles(code + step, scale + D // BLOCK, inside, ROWS, D, FP4, MX, BLOCK, True, MASKED)
+    weight, added = narrow(p, tl.bfloat16), ()
+    for index in tl.static_range(TILES):
+        added = added + (product(v[index], weight, out[index] * keep[None, :]),)
+    return higher, total, added
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -127,9 +175,9 @@ def _split(
     pages_stride, code_stride, scale_stride, factor, window, splits, shift,
     HEADS: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     SPAN: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr,
-    ALONE: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr,
+    ALONE: tl.constexpr, SINKS: tl.constexpr, NARROW: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """``NARROW``: places of codes and scales in the pool fit into an int32."""
+    """``NARROW``: places of codes and scales in the pool fit into an int32. ``WINDOWED``: there is a ``window``."""
     TILES: tl.constexpr = 4 if FP4 else D // 64
     b, h = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     length = tl.load(lengths_ptr + b).to(tl.int32)
@@ -146,28 +194,21 @@ def _split(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     out = (tl.zeros((D // TILES, COLUMNS), tl.float32),) * TILES
     step: tl.constexpr = D // 4 if FP4 else D
-    for first in tl.range(start, stop, ROWS):
-        position = first + tl.arange(0, ROWS)
-        inside = (position < stop) & (position >= length - window)
-        page = tl.load(pages_ptr + b * pages_stride + position // PAGE, mask=inside, other=0)
-        slot = page.to(tl.int32 if NARROW else tl.int64) * PAGE + position % PAGE
-        code, scale = codes_ptr + slot * code_stride, scales_ptr + slot * scale_stride
-        k = _tiles(code + 2 * h * step, scale + 2 * h * (D // BLOCK), inside, ROWS, D, FP4, MX, BLOCK, False)
-        s = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for index in tl.static_range(TILES):
-            s = product(k[index], q[index], s)
-        s = tl.where(inside[:, None], s * factor, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, axis=0))
-        p = tl.exp2(s - higher[None, :])
-        keep = tl.exp2(top - higher)
-        total = total * keep[None, :] + p
-        top = higher
-        other = 2 * h + 1
-        v = _tiles(code + other * step, scale + other * (D // BLOCK), inside, ROWS, D, FP4, MX, BLOCK, True)
-        weight, added = narrow(p, tl.bfloat16), ()
-        for index in tl.static_range(TILES):
-            added = added + (product(v[index], weight, out[index] * keep[None, :]),)
-        out = added
+    codes_ptr, scales_ptr, pages_ptr = (
+        codes_ptr + 2 * h * step, scales_ptr + 2 * h * (D // BLOCK), pages_ptr + b * pages_stride
+    )  # fmt: skip
+    # Whole tiles need no mask, which is a tenth of what a step asks of the integer units; the last one does.
+    whole = start if WINDOWED else tl.maximum(start, stop // ROWS * ROWS)
+    for first in tl.range(start, whole, ROWS):
+        top, total, out = _attend(
+            first, stop, 0, top, total, out, q, codes_ptr, scales_ptr, pages_ptr, code_stride, scale_stride, factor,
+            COLUMNS, D, PAGE, ROWS, FP4, MX, BLOCK, NARROW, False,
+        )  # fmt: skip
+    for first in tl.range(whole, stop, ROWS):
+        top, total, out = _attend(
+            first, stop, length - window, top, total, out, q, codes_ptr, scales_ptr, pages_ptr, code_stride,
+            scale_stride, factor, COLUMNS, D, PAGE, ROWS, FP4, MX, BLOCK, NARROW, True,
+        )  # fmt: skip
     sums = tl.sum(total, axis=0)
     mask = tl.broadcast_to(live[None, :], (D // TILES, COLUMNS))
     if ALONE:
@@ -292,7 +333,7 @@ def decode_attention(
         splits, kv.shift,
         HEADS=kv.heads, GROUP=group, COLUMNS=columns, D=width, PAGE=kv.page, SPAN=span,
         ROWS=rows, FP4=fp4, MX=kv.mx, BLOCK=kv.block, ALONE=alone, SINKS=alone and sinks is not None,
-        NARROW=narrow_places(kv), num_warps=warps, num_stages=stages, maxnreg=registers,
+        NARROW=narrow_places(kv), WINDOWED=window is not None, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     if not alone:
         together = 16 if span > 128 else 32  # the order of additions may depend on nothing that changes with the batch

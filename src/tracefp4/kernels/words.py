@@ -115,16 +115,19 @@ def _e8m0_pair(data):
 def chunk_scales(ptr, mask, MX: tl.constexpr, BLOCK: tl.constexpr):
     """Scales of chunks of 64 values, as :func:`operands` takes them, in the shape of ``ptr`` to their first byte.
 
+    Without a ``mask`` (``None``) all are read.
+
     Returns:
         Two int32 tensors. NVFP4: the four E5M3 bytes, twice. MXFP4: factors of groups 0 and 2, and of groups 1 and 3;
         with blocks of 32 a chunk has two bytes, each for two groups of sixteen, and the two are equal.
     """
     if BLOCK == 32:
-        both = tl.load(ptr.to(tl.pointer_type(tl.int16)), mask=mask, other=0).to(tl.int32) & 0xFFFF
+        both = tl.load(ptr.to(tl.pointer_type(tl.int16)), mask=mask, other=None if mask is None else 0)
+        both = both.to(tl.int32) & 0xFFFF
         pair = _e8m0_pair((both & 0xFF) | ((both >> 8) << 16))
         return pair, pair
     else:
-        four = tl.load(ptr.to(tl.pointer_type(tl.int32)), mask=mask, other=0)
+        four = tl.load(ptr.to(tl.pointer_type(tl.int32)), mask=mask, other=None if mask is None else 0)
         if MX:
             return _e8m0_pair(four & 0x00FF00FF), _e8m0_pair((four >> 8) & 0x00FF00FF)
         else:
