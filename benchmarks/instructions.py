@@ -99,21 +99,22 @@ def resident(registers: int, shared: int, warps: int) -> int:
     return warps * min(by_registers, 228 * 1024 // (shared + 1024), 64 // warps, 32)
 
 
-def main_loop(code: Code) -> list[str]:
-    """Operations of the longest backward branch, or of everything."""
-    return [operation for _, operation, _ in max(loops(code), key=len, default=code)]
+def main_loop(code: Code, first: bool = False) -> list[str]:
+    """Operations of the longest backward branch, or of the ``first`` one; of everything if there is none."""
+    found = list(loops(code)) or [code]
+    return [operation for _, operation, _ in (found[0] if first else max(found, key=len))]
 
 
 def report(name: str, kernel: Any, pointers: dict[str, str], constants: dict[str, Any], values: int,
-           **options: Any) -> bool:  # fmt: skip
-    """Print one line; whether the kernel compiled."""
+           *, first: bool = False, **options: Any) -> bool:  # fmt: skip
+    """Print one line; whether the kernel compiled. ``first``: its first loop is the one that counts."""
     try:
         built = build(kernel, pointers, constants, **options)
     except (RuntimeError, ValueError, TypeError, triton.TritonError, subprocess.CalledProcessError) as error:
         print(f"{name:44} FAILED: {str(error).splitlines()[0][:90]}")
         return False
     code = sass(built)
-    loop = main_loop(code)
+    loop = main_loop(code, first)
     spills = sum(op.startswith(("STL", "LDL")) for _, op, _ in code)
     top = " ".join(f"{op} {n}" for op, n in Counter(op.split(".")[0] for op in loop).most_common(6))
     each = len(loop) * 32 * options["num_warps"] / values
@@ -264,9 +265,9 @@ def attention() -> list[bool]:
             shared = common | {"FP4": not plain, "MX": mx, "BLOCK": block}
             for alone in (False, True):
                 constants = shared | {"COLUMNS": 8, "PAGE": 16, "SPAN": 512, "ROWS": 32, "ALONE": alone, "SINKS": alone,
-                             "NARROW": True}  # fmt: skip
+                             "NARROW": True, "WINDOWED": False}  # fmt: skip
                 done.append(report(f"decode attention {word} D{width}{' alone' * alone}", attention_decode._split,
-                                   pointers if plain else fp4, constants, 32 * 2 * width, num_warps=1,
+                                   pointers if plain else fp4, constants, 32 * 2 * width, first=True, num_warps=1,
                                    num_stages=3 if plain else 5))  # fmt: skip
             kinds = pointers if plain else fp4
             for rows, columns, warps, stages in ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3)):

@@ -323,8 +323,8 @@ def decode_attention(
     stages = stages or (5 if fp4 else 3)
     columns = max(8, triton.next_power_of_2(group))
     if registers is None and kv.mx and width == 128 and columns == 8:
-        # ptxas takes 130: fifteen programs. 64 sequences of 8K in splits of 1024 are sixteen a multiprocessor of an
-        # H200, whose last one then waits for another to end: 170 us instead of 135.
+        # ptxas took 130 once, and takes 126 to 128 now: beyond, fifteen programs fit. 64 sequences of 8K in splits of
+        # 1024 are sixteen a multiprocessor of an H200, whose last one then waits for another: 170 us instead of 135.
         registers = 128
     scales = kv.scales if kv.scales is not None else kv.codes
     _split[(batch * kv.heads, splits)](
