@@ -184,6 +184,7 @@ def test_fused_layers_agree_up_to_rounding(make_bench, make_request):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_fused_layers_in_graphs_agree_up_to_rounding(make_bench, make_request, family):
     """Without kernels, which float32 leaves out; with them all families stand in ``test_everything.py``."""

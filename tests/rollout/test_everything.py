@@ -212,7 +212,7 @@ CASES = [
     ("qwen3_5_moe", "bf16", True),
 ]
 """Family, spec, and whether layers are compiled."""
-SLOW = [] if torch.cuda.is_available() else [pytest.mark.slow, pytest.mark.timeout(900)]
+SLOW = [pytest.mark.timeout(900), *([] if torch.cuda.is_available() else [pytest.mark.slow])]
 SMALL = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "moe_intermediate_size": 64}
 
 

@@ -316,4 +316,4 @@ def _peer(bench: Bench, part: Slice, batch: int) -> None:
         bench.keep(Row(name, PEER, 1e6 * seconds, "us", bound, detail=detail))
     except (*failures(), AttributeError) as error:  # other versions of transformers may lack what is set there
         bench.fail(name, PEER, error)
-    release()
+    release(compiled=True)  # generate compiles by itself, and a second batch would be traced with dynamic sizes

@@ -18,6 +18,7 @@ from tracefp4.formats.numerics import get_numerics
 from tracefp4.guidance.codec import pack_bits, unpack_bits
 from tracefp4.guidance.record import SiteRecord
 from tracefp4.guidance.rounding import round_nearest, round_recorded
+from tracefp4.kernels.sizes import cdiv
 from tracefp4.quantizers.guided import quantize_guided
 
 ATTENTION = {"30b": (32, 4, 128), "35b": (16, 2, 256), "gpt-oss": (64, 8, 64)}
@@ -93,8 +94,8 @@ def _attention_case(bench: Bench, shape: str, batch: int, context: int) -> None:
     heads, kv_heads, width = ATTENTION[shape]
     name, page = f"attention {shape} B{batch} {context // 1024}K", 16
     q = random_values(bench, batch, heads * width).view(batch, heads, width)
-    slots = batch * context
-    pages = torch.randperm(slots // page, device=bench.device).view(batch, -1)
+    pages = torch.randperm(batch * cdiv(context, page), device=bench.device).view(batch, -1)
+    slots = pages.numel() * page
     lengths = torch.full((batch,), context, device=bench.device)
     for arm, numerics in (("bf16", None), ("fp4 nvfp4", "sglang-kv-nvfp4"), ("fp4 mxfp4", "mxfp4-ceil")):
         made = None if numerics is None else rules(get_numerics(numerics))
