@@ -205,6 +205,20 @@ def test_pages_of_any_size_are_the_same_bits(page, window, device, same):
     assert same(*found) and found[0].float().abs().max() > 0
 
 
+@pytest.mark.parametrize("page, span, rows", [(32, 16, 32), (16, 48, 32), (64, 48, 32)])
+def test_splits_that_are_no_whole_tiles(page, span, rows, device):
+    from tracefp4.kernels.attention_decode import decode_attention
+
+    kv, table, _, k, v = filled("nvfp4-te", device, tokens=80, heads=1, width=64, page=page)
+    lengths, q = torch.tensor([80, 53]), torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
+    pages = table.expand(2, -1).contiguous().to(device)
+    found = decode_attention(q.to(device), kv, pages, lengths.to(device), 0.125, span=span, rows=rows).cpu()
+    for i, length in enumerate(lengths.tolist()):
+        k_there, v_there = (stands_for(x, "nvfp4-te")[:, :length] for x in (k, v))
+        expected = attention(q[i : i + 1], k_there, v_there, 0.125, before=length - 1)
+        assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+
+
 def configurations():
     """All that the benchmark times. An interpreter knows neither warps nor stages, so one of a width does there."""
     for shape, (heads, kv_heads, width) in ATTENTION.items():

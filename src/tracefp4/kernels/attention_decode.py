@@ -90,23 +90,24 @@ def _tile(index: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr):
 @triton.jit
 def _tiles(
     code_ptr, scale_ptr, inside, ROWS: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr,
-    BLOCK: tl.constexpr, ACROSS: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Vectors at ``code_ptr (ROWS,)`` as tiles ``(ROWS, values)``, or ``(values, ROWS)`` if ``ACROSS``.
 
-    All are ``inside`` unless ``MASKED``. FP4 words are read whether ``inside`` or not; outside their scales are finite,
-    so nothing there is a NaN.
+    ``inside (ROWS,)``, or ``None`` for all. FP4 words are read whether ``inside`` or not; outside their scales are
+    finite, so nothing there is a NaN.
     """
+    mask = None
+    if inside is not None:
+        mask = inside[None, :] if ACROSS else inside[:, None]
     if FP4:
         lane, chunk = tl.arange(0, D // 4), tl.arange(0, D // 64) * (64 // BLOCK)
         if ACROSS:
-            mask = inside[None, :] if MASKED else None
             word = tl.load(code_ptr[None, :] + lane[:, None])
             even, odd = chunk_scales(scale_ptr[None, :] + chunk[:, None], mask, MX, BLOCK)
             even = tl.reshape(tl.broadcast_to(even[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
             odd = tl.reshape(tl.broadcast_to(odd[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
         else:
-            mask = inside[:, None] if MASKED else None
             word = tl.load(code_ptr[:, None] + lane[None, :])
             even, odd = chunk_scales(scale_ptr[:, None] + chunk[None, :], mask, MX, BLOCK)
             even = tl.reshape(tl.broadcast_to(even[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
@@ -117,11 +118,7 @@ def _tiles(
         for index in tl.static_range(D // 64):
             column = _tile(index, D, FP4)
             at = code_ptr[None, :] + column[:, None] if ACROSS else code_ptr[:, None] + column[None, :]
-            if MASKED:
-                part = tl.load(at, mask=inside[None, :] if ACROSS else inside[:, None], other=0.0)
-            else:
-                part = tl.load(at)
-            found = found + (part,)
+            found = found + (tl.load(at, mask=mask, other=None if mask is None else 0.0),)
         return found
 
 
@@ -129,9 +126,11 @@ def _tiles(
 def _attend(
     first, stop, least, top, total, out, q, codes_ptr, scales_ptr, pages_ptr, code_stride, scale_stride, factor,
     COLUMNS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, FP4: tl.constexpr,
-    MX: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr, MASKED: tl.constexpr,
+    MX: tl.constexpr, BLOCK: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tokens from ``first``, ``ROWS`` of them or, if ``MASKED``, those from ``least`` to ``stop``.
+
+    ``ALIGNED``: a tile lies in one page, or begins where a page does.
 
     Returns:
         ``top``, ``total`` and ``out`` with them.
@@ -143,15 +142,15 @@ def _attend(
     inside = None
     if MASKED:
         inside = (position < stop) & (position >= least)
-    if ROWS % PAGE == 0 or PAGE % ROWS == 0:
-        # Tiles begin where pages do, so what differs between tokens of a tile is the same in every step.
+    if ALIGNED:
+        # What differs between the tokens of a tile is the same in every step.
         at, rest = first // PAGE + lane // PAGE, first % PAGE + lane % PAGE
     else:
         at, rest = position // PAGE, position % PAGE
     page = tl.load(pages_ptr + at, mask=inside, other=0 if MASKED else None)
     slot = page.to(tl.int32 if NARROW else tl.int64) * PAGE + rest
     code, scale = codes_ptr + slot * code_stride, scales_ptr + slot * scale_stride
-    k = _tiles(code, scale, inside, ROWS, D, FP4, MX, BLOCK, False, MASKED)
+    k = _tiles(code, scale, inside, ROWS, D, FP4, MX, BLOCK, False)
     s = tl.zeros((ROWS, COLUMNS), tl.float32)
     for index in tl.static_range(TILES):
         s = product(k[index], q[index], s)
@@ -162,7 +161,7 @@ def _attend(
     p = tl.exp2(s - higher[None, :])
     keep = tl.exp2(top - higher)
     total = total * keep[None, :] + p
-    v = _tiles(code + step, scale + D // BLOCK, inside, ROWS, D, FP4, MX, BLOCK, True, MASKED)
+    v = _tiles(code + step, scale + D // BLOCK, inside, ROWS, D, FP4, MX, BLOCK, True)
     weight, added = narrow(p, tl.bfloat16), ()
     for index in tl.static_range(TILES):
         added = added + (product(v[index], weight, out[index] * keep[None, :]),)
@@ -198,16 +197,18 @@ def _split(
         codes_ptr + 2 * h * step, scales_ptr + 2 * h * (D // BLOCK), pages_ptr + b * pages_stride
     )  # fmt: skip
     # Whole tiles need no mask, which is a tenth of what a step asks of the integer units; the last one does.
-    whole = start if WINDOWED else tl.maximum(start, stop // ROWS * ROWS)
+    even: tl.constexpr = SPAN % ROWS == 0
+    aligned: tl.constexpr = even and (ROWS % PAGE == 0 or PAGE % ROWS == 0)
+    whole = tl.maximum(start, stop // ROWS * ROWS) if even and not WINDOWED else start
     for first in tl.range(start, whole, ROWS):
         top, total, out = _attend(
             first, stop, 0, top, total, out, q, codes_ptr, scales_ptr, pages_ptr, code_stride, scale_stride, factor,
-            COLUMNS, D, PAGE, ROWS, FP4, MX, BLOCK, NARROW, False,
+            COLUMNS, D, PAGE, ROWS, FP4, MX, BLOCK, NARROW, aligned, False,
         )  # fmt: skip
     for first in tl.range(whole, stop, ROWS):
         top, total, out = _attend(
             first, stop, length - window, top, total, out, q, codes_ptr, scales_ptr, pages_ptr, code_stride,
-            scale_stride, factor, COLUMNS, D, PAGE, ROWS, FP4, MX, BLOCK, NARROW, True,
+            scale_stride, factor, COLUMNS, D, PAGE, ROWS, FP4, MX, BLOCK, NARROW, aligned, True,
         )  # fmt: skip
     sums = tl.sum(total, axis=0)
     mask = tl.broadcast_to(live[None, :], (D // TILES, COLUMNS))
