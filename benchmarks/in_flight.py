@@ -85,16 +85,15 @@ def from_registers(code: Code) -> int:
 
 
 def compiled(
-    columns: int, unroll: int, warps: int, stages: int, rows: int, mx: bool, *, settle: bool = True,
-    second: bool = False, whole: bool = True,
-) -> tuple[Code, str]:  # fmt: skip
+    columns: int, unroll: int, warps: int, stages: int, rows: int, mx: bool, *, second: bool = False, whole: bool = True
+) -> tuple[Code, str]:
     """The grouped expert product with this tile: its instructions, and the PTX that they were made of."""
     from instructions import build, grouped, sass
 
     from tracefp4.kernels import experts
 
     word = "mxfp4" if mx else "nvfp4"
-    pointers, constants = grouped(word, rows, columns, unroll, warps, second=second, whole=whole, settle=settle)
+    pointers, constants = grouped(word, rows, columns, unroll, warps, second=second, whole=whole)
     built = build(experts._grouped, pointers, constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False)
     return sass(built), built.asm["ptx"]
 

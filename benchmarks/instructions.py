@@ -295,14 +295,13 @@ def recurrence() -> list[bool]:
 
 
 def grouped(
-    word: str, rows: int, columns: int, unroll: int, warps: int, *,
-    second: bool = False, whole: bool = True, settle: bool = True,
-) -> tuple[dict[str, str], dict[str, Any]]:  # fmt: skip
+    word: str, rows: int, columns: int, unroll: int, warps: int, *, second: bool = False, whole: bool = True
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Pointers and constants of the grouped product of nvfp4, mxfp4 or bf16 weights, with a tile of this size."""
-    plain, mx, join = word == "bf16", word == "mxfp4", warps % 4 == 0
+    plain, mx = word == "bf16", word == "mxfp4"
     constants = {
-        "TOP_K": 8, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": whole, "JOIN": join,
-        "SETTLE": join and settle, "FP4": not plain, "MX": mx, "BLOCK": 32 if mx else 16, "SHIFT": 128.0,
+        "TOP_K": 8, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": whole,
+        "JOIN": warps % 4 == 0 and rows > 8, "FP4": not plain, "MX": mx, "BLOCK": 32 if mx else 16, "SHIFT": 128.0,
         "PER_TOKEN": True, "X_SCALE": word == "nvfp4", "ALPHA": not plain, "BIAS": False, "SECOND": second,
     } | ({} if second else {"second_ptr": None})  # fmt: skip
     return PRODUCT | ({} if plain else {"w_ptr": "*i16", "s_ptr": BYTES}), constants

@@ -134,8 +134,8 @@ class Heard:
 
     @functools.cached_property
     def routes(self) -> Tensor:
-        """``(rows, layers, K)`` sorted, of the same rows."""
-        return torch.cat([r.routes[len(r.prompt_ids) :].long() for r in self.rollouts]).sort(-1).values
+        """``(positions, layers, K)`` sorted, of the tokens that said what :attr:`logprobs` are."""
+        return torch.cat([r.routes[len(r.prompt_ids) - 1 :].long() for r in self.rollouts]).sort(-1).values
 
 
 def kl(one: Heard, other: Heard) -> Tensor:
@@ -187,8 +187,11 @@ def compare(everything: Heard, plain: Heard, exact: Heard, spec: str, same_produ
     """
     near, far = kl(everything, plain), kl(plain, exact)
     if get_spec(spec).activations is None and get_spec(spec).kv is None:
-        # Nothing flips; bfloat16 logits of this size are 0.016 apart, at most 0.03.
-        assert (everything.logprobs - plain.logprobs).abs().max() < 0.12 and near.mean() < 1e-3
+        # Nothing flips; bfloat16 logits of this size are 0.016 apart, at most 0.03. A token that takes another expert,
+        # for a near tie, is farther off.
+        apart = (everything.logprobs - plain.logprobs).abs().amax(1)
+        alike = (everything.routes == plain.routes).flatten(1).all(1)
+        assert apart[alike].max() < 0.12 and apart.max() < 0.6 and near.mean() < 1e-3, (apart, alike)
     else:
         # Two engines that round independently of each other are twice as far apart as either is from exact. Measured
         # 0.05 to 0.7 times; a window that is one too long makes it 8, a last token that nobody attends to 20.

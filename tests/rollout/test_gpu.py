@@ -43,7 +43,8 @@ def test_graphs_change_nothing(make_bench, make_request, kernel_sizes, family, d
     narrow = dtype is torch.bfloat16
     options = {"dtype": dtype, "device": "cuda", "model_options": kernel_sizes(family) if narrow else None}
     plain, graphs = (make_bench(family, spec, **options, cuda_graphs=graphs) for graphs in (False, True))
-    assert graphs.engine._runner.sites.experts_by_kernel == narrow
+    # The plain weights of gpt_oss lie the other way around, which the kernel does not take.
+    assert graphs.engine._runner.sites.experts_by_kernel == (narrow and (family, spec[-2:]) != ("gpt_oss", "b1"))
     expected, found = plain.engine.generate(requests), graphs.engine.generate(requests)
     assert plain.engine.stats.graph_steps == 0 and graphs.engine.stats.graph_steps > 0
     same = [one.response_ids == other.response_ids for one, other in zip(expected, found, strict=True)]

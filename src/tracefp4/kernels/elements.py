@@ -219,6 +219,12 @@ def product(a, b, acc):
 
 
 @triton.jit
+def negated(x):
+    """``-x``, of a zero as well: Triton's own sign was a subtraction from 0 until 3.6 or later."""
+    return x * -1.0
+
+
+@triton.jit
 def rounded_product(a, b):
     """``a b`` float32, rounded before it is added to anything: a compiler may not make one operation of both."""
     if INTERPRETED:

@@ -69,7 +69,8 @@ class Config:
     unroll: int
     """Chunks of 64 of a step; must divide ``K / 64``."""
     warps: int
-    """1 or 2: every warp multiplies by itself. 4 or 8: groups of four share their multiplications."""
+    """1 or 2: every warp multiplies by itself. 4 or 8: groups of four share their multiplications, on a Hopper GPU and
+    if tiles have 16 rows."""
     stages: int
     """Steps in flight, the current one included."""
     registers: int | None = None
@@ -80,8 +81,8 @@ class Config:
 def _chunk(a, b, c, d, x, second, acc, COLUMNS: tl.constexpr, JOIN: tl.constexpr, SECOND: tl.constexpr):
     """Add the product of one chunk of weights, four groups of 16, with the chunk of inputs at ``x``, then ``second``.
 
-    ``JOIN``: as one product of 64, which waits once for its operand registers; else as four of 16, which share no
-    registers and need no wait.
+    ``JOIN``: as one product of 64 by a warp group, which waits once for its operand registers; else as four of 16,
+    which share no registers and need no wait.
     """
     if JOIN:
         both = tl.join(tl.join(a, b), tl.join(c, d))  # (COLUMNS, 16, inner, outer), group = 2 outer + inner
@@ -111,7 +112,7 @@ def _grouped(
     x_ptr, second_ptr, x_scale_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, order_ptr, tiles_ptr, out_ptr,
     N, K, x_stride, blocks,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
-    JOIN: tl.constexpr, SETTLE: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr,
+    JOIN: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr, PER_TOKEN: tl.constexpr, X_SCALE: tl.constexpr, ALPHA: tl.constexpr, BIAS: tl.constexpr,
     SECOND: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +143,7 @@ def _grouped(
             for _ in tl.range(0, K // (64 * UNROLL)):
                 for _step in tl.static_range(UNROLL):
                     word = tl.load(w + w_at) if WHOLE else tl.load(w + w_at, mask=inside[:, None], other=0)
-                    a, b, c, d = weight_operands(word, s + s_at, inside, COLUMNS, WHOLE, MX, SETTLE)
+                    a, b, c, d = weight_operands(word, s + s_at, inside, COLUMNS, WHOLE, MX, JOIN)
                     acc = _chunk(a, b, c, d, x, second, acc, COLUMNS, JOIN, SECOND)
                     w += N * 16
                     s += N * (64 // BLOCK)
@@ -285,14 +286,17 @@ def grouped_linear(
     if second is not None and second.stride() != x.stride():
         x, second = x.contiguous(), second.contiguous()
     out = torch.empty(route.order.numel(), weight.out, dtype=dtype, device=x.device)
-    blocks, join = cdiv(weight.out, chosen.columns), chosen.warps % 4 == 0
+    blocks = cdiv(weight.out, chosen.columns)
+    # Warp groups take 16 rows or more. Without them Triton mixes two groups of 16 FP4 weights in a product of 64, and
+    # the order of additions would be another than that of smaller tiles.
+    join = chosen.warps % 4 == 0 and route.rows > 8 and warp_groups(x)
     _grouped[(route.tiles.shape[0] * blocks,)](
         x, second, x if x_scale is None else x_scale, weight.values,
         weight.values if weight.scales is None else weight.scales,
         *(x if t is None else t for t in (weight.alpha, bias)), route.order, route.tiles, out,
         weight.out, weight.inner, x.stride(0), blocks,
         TOP_K=route.top_k, ROWS=route.rows, COLUMNS=chosen.columns, UNROLL=chosen.unroll,
-        WHOLE=weight.out % chosen.columns == 0, JOIN=join, SETTLE=join and warp_groups(x),
+        WHOLE=weight.out % chosen.columns == 0, JOIN=join,
         FP4=weight.scales is not None, MX=weight.mx, BLOCK=weight.block, SHIFT=NVFP4_SHIFT,
         PER_TOKEN=per_token, X_SCALE=x_scale is not None, ALPHA=weight.alpha is not None, BIAS=bias is not None,
         SECOND=second is not None,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.attention_decode import PagedKV
-from tracefp4.kernels.elements import narrow, nearest, widen
+from tracefp4.kernels.elements import narrow, nearest, negated, widen
 from tracefp4.kernels.norm import inverse_of, normalised
 from tracefp4.kernels.rules import Rules
 from tracefp4.kernels.scales import block_amax, block_scale, block_unit, global_forms, normalized, signs_under
@@ -53,7 +53,7 @@ def _turned(
     # Beyond the angles there is nothing to read, and nothing to turn.
     cos = widen(tl.load(cos_ptr + column, mask=column < TURNED if TURNED < D else None))[None, :]
     sin = widen(tl.load(sin_ptr + column, mask=column < TURNED if TURNED < D else None))[None, :]
-    other = tl.where(low[None, :], -widen(y), widen(y))
+    other = tl.where(low[None, :], negated(widen(y)), widen(y))
     turned = narrow(widen(narrow(widen(x) * cos, kind)) + widen(narrow(other * sin, kind)), kind)
     return tl.where((column < TURNED)[None, :], turned, x) if TURNED < D else turned
 

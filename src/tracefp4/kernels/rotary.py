@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tracefp4.kernels.elements import narrow, widen
+from tracefp4.kernels.elements import narrow, negated, widen
 from tracefp4.kernels.sizes import next_power_of_2
 
 
@@ -32,9 +32,9 @@ def _turn(
     a, b = widen(low), widen(high)
     if BACK:
         # The half that was turned into the other one takes that one's sine, and loses or gains its sign.
-        low_part, high_part = widen(narrow(b * sin_high, kind)), -widen(narrow(a * sin_low, kind))
+        low_part, high_part = widen(narrow(b * sin_high, kind)), negated(widen(narrow(a * sin_low, kind)))
     else:
-        low_part, high_part = widen(narrow(-b * sin_low, kind)), widen(narrow(a * sin_high, kind))
+        low_part, high_part = widen(narrow(negated(b) * sin_low, kind)), widen(narrow(a * sin_high, kind))
     first = narrow(widen(narrow(a * cos_low, kind)) + low_part, kind)
     second = narrow(widen(narrow(b * cos_high, kind)) + high_part, kind)
     place = out_ptr + to + head[:, None] * (2 * REAL) + lane[None, :]
