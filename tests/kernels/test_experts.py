@@ -24,7 +24,8 @@ GPU = torch.cuda.is_available()
 INNER = 256
 """Columns that all of the tiles divide."""
 ARMS = {
-    "nvfp4-w4a4": "fp4 nvfp4 w4a4", "mxfp4-w4a4-kv4": "fp4 mxfp4 w4a4", "nvfp4-w4a16": "fp4 nvfp4 w4a16", "bf16": "bf16"
+    "nvfp4-w4a4": "fp4 nvfp4 w4a4", "mxfp4-w4a4-kv4": "fp4 mxfp4 w4a4", "bf16": "bf16",
+    "nvfp4-w4a16": "fp4 nvfp4 w4a16", "mxfp4-w4a16": "fp4 mxfp4 w4a16",
 }  # fmt: skip
 """What the bench calls these specs."""
 
@@ -136,7 +137,7 @@ def test_tiles_of_uneven_experts(device):
         assert all(last - first == 8 for first, last in mine[:-1])
 
 
-@pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4", "nvfp4-w4a16", "mxfp4-w4a16", "bf16"])
+@pytest.mark.parametrize("spec", ARMS)
 @pytest.mark.parametrize("per_token, terms", [(True, 1), (False, 1), (True, 2)])
 def test_grouped_linear(spec, per_token, terms, device, monkeypatch):
     from tracefp4.kernels.experts import Config, ExpertWeight, grouped_linear

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import json
 import random
 import sys
 from collections import Counter
@@ -94,8 +95,10 @@ class Traffic:
         assert all(prefix.state_row is None and not prefix.pages for prefix in scheduler.waiting)
 
 
-def held(device: torch.device) -> tuple[int, int, int]:
-    """Objects of Python that are alive, their bytes, and bytes of the device; on a CPU those of live tensors.
+def held(device: torch.device) -> str:
+    """Objects of Python that are alive, their bytes, both by type, and bytes of the device; on a CPU of live tensors.
+
+    As a string, which is not among them when it is kept.
 
     Caches that keep a bounded number of results are emptied first: what they keep depends on who came last.
     """
@@ -111,7 +114,11 @@ def held(device: torch.device) -> tuple[int, int, int]:
         there = torch.cuda.memory_allocated()
     # Looking at a tensor's storage makes an object of it, which claims the tensor's bytes once more.
     own = [found for found in alive if type(found) not in (torch.Tensor, torch.UntypedStorage)]
-    return len(own), sum(map(sys.getsizeof, own)), there
+    objects, sizes = Counter[str](), Counter[str]()
+    for found in own:
+        objects[type(found).__qualname__] += 1
+        sizes[type(found).__qualname__] += sys.getsizeof(found)
+    return json.dumps([objects, sizes, there])
 
 
 @pytest.mark.slow
@@ -135,8 +142,11 @@ def test_ten_thousand_steps_leave_nothing_behind(make_bench, kernel_sizes, uses_
     assert bench.engine.stats.retractions > 0 and bench.engine.stats.steps >= steps
     assert (bench.engine.stats.graph_steps > steps // 2) == on_gpu
     assert digests[0] == digests[1]
-    (objects, host, there), (later_objects, later_host, later_there) = memory
-    assert later_there == there and later_objects - objects < 10 and later_host - host < 4_096
+    (objects, sizes, there), (later_objects, later_sizes, later_there) = map(json.loads, memory)
+    assert later_there == there
+    for before, later, limit in ((objects, later_objects, 10), (sizes, later_sizes, 4_096)):
+        grown = {kind: later.get(kind, 0) - before.get(kind, 0) for kind in before | later}
+        assert sum(grown.values()) < limit, {kind: by for kind, by in grown.items() if by}
 
     wanted = [Request(name, tuple(range(3, 20)), 3, SamplingParams(max_new_tokens=12, seed=1)) for name in "ab"]
     fresh = make_bench(family, **settings)
