@@ -301,8 +301,9 @@ def grouped(
     plain, mx = word == "bf16", word == "mxfp4"
     constants = {
         "TOP_K": 8, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": whole,
-        "JOIN": warps % 4 == 0 and rows > 8, "FP4": not plain, "MX": mx, "BLOCK": 32 if mx else 16, "SHIFT": 128.0,
-        "PER_TOKEN": True, "X_SCALE": word == "nvfp4", "ALPHA": not plain, "BIAS": False, "SECOND": second,
+        "PAIRED": whole and columns == 32 * warps, "JOIN": warps % 4 == 0 and rows > 8, "FP4": not plain, "MX": mx,
+        "BLOCK": 32 if mx else 16, "SHIFT": 128.0, "PER_TOKEN": True, "X_SCALE": word == "nvfp4", "ALPHA": not plain,
+        "BIAS": False, "SECOND": second,
     } | ({} if second else {"second_ptr": None})  # fmt: skip
     return PRODUCT | ({} if plain else {"w_ptr": "*i16", "s_ptr": BYTES}), constants
 

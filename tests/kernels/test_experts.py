@@ -190,7 +190,8 @@ def test_scales_that_products_cannot_take_are_refused():
 
 
 @pytest.mark.parametrize("terms", [1, 2])
-def test_no_tile_changes_a_bit(terms, device, same):
+@pytest.mark.parametrize("spec", ["nvfp4-w4a4", "mxfp4-w4a4-kv4", "bf16"])
+def test_no_tile_changes_a_bit(spec, terms, device, same):
     """Batches choose tiles, so tiles must not matter: each adds the products of a row up in one order.
 
     Interpreted, products are NumPy's, which on some processors adds up in another order for another shape.
@@ -200,25 +201,21 @@ def test_no_tile_changes_a_bit(terms, device, same):
 
     generator = torch.Generator().manual_seed(2)
     experts, out, inner = 3, 128, 768 if GPU else 128
-    weight = torch.randn(experts, out, inner, generator=generator).bfloat16()
-    packed = pack_weight(weight, get_spec("nvfp4-w4a4").weights)
-    packed.codes, packed.scales = packed.codes.to(device), packed.scales.to(device)
-    packed.global_scale = packed.global_scale.to(device)
+    weight = torch.randn(experts, out, inner, generator=generator).bfloat16().to(device)
+    numerics = get_spec(spec).weights
+    arranged = arrange(pack_weight(weight, numerics)) if numerics else ExpertWeight(weight, None, None, out, inner)
     x = torch.randn(6, inner, generator=generator).bfloat16().to(device)
     second = torch.randn(6, inner, generator=generator).bfloat16().to(device) if terms == 2 else None
-    chosen, plain = ids(6, 2, experts).to(device), ExpertWeight(weight.to(device), None, None, out, inner)
-    for spec, arranged in (("nvfp4-w4a4", arrange(packed)), ("bf16", plain)):
-        first = None
-        for config, rows in (
-            (Config(64, 1, 1, 2), 8),
-            *(gpu_tiles(spec, terms) if GPU else [(Config(16, 1, 1, 2), 8)]),
-        ):
-            found = grouped_linear(
-                x, None, arranged, route(chosen, experts, rows), per_token=True, dtype=torch.float32, second=second,
-                config=config,
-            )  # fmt: skip
-            first = found if first is None else first
-            assert same(found, first) if GPU else torch.allclose(found, first, rtol=1e-5, atol=1e-4), (config, rows)
+    chosen, first = ids(6, 2, experts).to(device), None
+    # Interpreted: rows of a thread are one or several, which decides how their scales are read.
+    tiles = gpu_tiles(spec, terms) if GPU else [(Config(16, 1, 1, 2), 8), (Config(32, 1, 1, 2), 8)]
+    for config, rows in ((Config(64, 1, 1, 2), 8), *tiles):
+        found = grouped_linear(
+            x, None, arranged, route(chosen, experts, rows), per_token=True, dtype=torch.float32, second=second,
+            config=config,
+        )  # fmt: skip
+        first = found if first is None else first
+        assert same(found, first) if GPU else torch.allclose(found, first, rtol=1e-5, atol=1e-4), (config, rows)
 
 
 def test_weighted_sum(device, same):

@@ -101,15 +101,15 @@ def _tiles(
     if inside is not None:
         mask = inside[None, :] if ACROSS else inside[:, None]
     if FP4:
-        lane, chunk = tl.arange(0, D // 4), tl.arange(0, D // 64) * (64 // BLOCK)
+        lane, chunk = tl.arange(0, D // 4), tl.arange(0, D // 64)
         if ACROSS:
             word = tl.load(code_ptr[None, :] + lane[:, None])
-            even, odd = chunk_scales(scale_ptr[None, :] + chunk[:, None], mask, MX, BLOCK)
+            even, odd = chunk_scales(scale_ptr[None, :], chunk[:, None], mask, MX, BLOCK)
             even = tl.reshape(tl.broadcast_to(even[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
             odd = tl.reshape(tl.broadcast_to(odd[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
         else:
             word = tl.load(code_ptr[:, None] + lane[None, :])
-            even, odd = chunk_scales(scale_ptr[:, None] + chunk[None, :], mask, MX, BLOCK)
+            even, odd = chunk_scales(scale_ptr[:, None], chunk[None, :], mask, MX, BLOCK)
             even = tl.reshape(tl.broadcast_to(even[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
             odd = tl.reshape(tl.broadcast_to(odd[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
         return operands(word, even, odd, MX, ACROSS)

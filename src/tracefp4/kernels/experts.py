@@ -112,7 +112,7 @@ def _grouped(
     x_ptr, second_ptr, x_scale_ptr, w_ptr, s_ptr, alpha_ptr, bias_ptr, order_ptr, tiles_ptr, out_ptr,
     N, K, x_stride, blocks,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, WHOLE: tl.constexpr,
-    JOIN: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRED: tl.constexpr, JOIN: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr,
     SHIFT: tl.constexpr, PER_TOKEN: tl.constexpr, X_SCALE: tl.constexpr, ALPHA: tl.constexpr, BIAS: tl.constexpr,
     SECOND: tl.constexpr,
 ):  # fmt: skip
@@ -135,18 +135,18 @@ def _grouped(
             # With a way around the loop, ptxas lets every product wait for the one before.
             tl.assume(K >= 64 * UNROLL)
             base = expert.to(tl.int64) * (K // 64) * N + part * COLUMNS
-            w, s = w_ptr + base * 16, s_ptr + base * (64 // BLOCK)
-            w_at, s_at = column[:, None] * 16 + lane[None, :], column * (64 // BLOCK)
+            w, s = w_ptr + base * 16, s_ptr.to(tl.pointer_type(tl.int16 if BLOCK == 32 else tl.int32)) + base
+            w_at = column[:, None] * 16 + lane[None, :]
             inner = tl.arange(0, 64) if JOIN else lane
             x_at = row[None, :].to(tl.int64) * x_stride + inner[:, None]
             x, second = x_ptr + x_at, second_ptr + x_at if SECOND else None
             for _ in tl.range(0, K // (64 * UNROLL)):
                 for _step in tl.static_range(UNROLL):
                     word = tl.load(w + w_at) if WHOLE else tl.load(w + w_at, mask=inside[:, None], other=0)
-                    a, b, c, d = weight_operands(word, s + s_at, inside, COLUMNS, WHOLE, MX, JOIN)
+                    a, b, c, d = weight_operands(word, s, inside, COLUMNS, WHOLE, PAIRED, MX, JOIN)
                     acc = _chunk(a, b, c, d, x, second, acc, COLUMNS, JOIN, SECOND)
                     w += N * 16
-                    s += N * (64 // BLOCK)
+                    s += N
                     x += 64
                     if SECOND:
                         second += 64
@@ -290,13 +290,14 @@ def grouped_linear(
     # Warp groups take 16 rows or more. Without them Triton mixes two groups of 16 FP4 weights in a product of 64, and
     # the order of additions would be another than that of smaller tiles.
     join = chosen.warps % 4 == 0 and route.rows > 8 and warp_groups(x)
+    whole = weight.out % chosen.columns == 0
     _grouped[(route.tiles.shape[0] * blocks,)](
         x, second, x if x_scale is None else x_scale, weight.values,
         weight.values if weight.scales is None else weight.scales,
         *(x if t is None else t for t in (weight.alpha, bias)), route.order, route.tiles, out,
         weight.out, weight.inner, x.stride(0), blocks,
         TOP_K=route.top_k, ROWS=route.rows, COLUMNS=chosen.columns, UNROLL=chosen.unroll,
-        WHOLE=weight.out % chosen.columns == 0, JOIN=join,
+        WHOLE=whole, PAIRED=whole and chosen.columns == 32 * chosen.warps, JOIN=join,
         FP4=weight.scales is not None, MX=weight.mx, BLOCK=weight.block, SHIFT=NVFP4_SHIFT,
         PER_TOKEN=per_token, X_SCALE=x_scale is not None, ALPHA=weight.alpha is not None, BIAS=bias is not None,
         SECOND=second is not None,

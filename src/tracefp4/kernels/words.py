@@ -112,22 +112,24 @@ def _e8m0_pair(data):
 
 
 @triton.jit
-def chunk_scales(ptr, mask, MX: tl.constexpr, BLOCK: tl.constexpr):
-    """Scales of chunks of 64 values, as :func:`operands` takes them, in the shape of ``ptr`` to their first byte.
+def chunk_scales(ptr, chunk, mask, MX: tl.constexpr, BLOCK: tl.constexpr):
+    """Scales of chunks of 64 values, as :func:`operands` takes them; shapes of all arguments go together.
 
-    Without a ``mask`` (``None``) all are read.
+    ``ptr``: first scale of a vector; ``chunk``: numbers of its chunks. They count integers of the size that is loaded,
+    so that the compiler sees neighbours and reads all scales of a vector at once: a copy beside the program's work
+    (``cp.async``) takes four bytes or more. Without a ``mask`` (``None``) all are read.
 
     Returns:
         Two int32 tensors. NVFP4: the four E5M3 bytes, twice. MXFP4: factors of groups 0 and 2, and of groups 1 and 3;
         with blocks of 32 a chunk has two bytes, each for two groups of sixteen, and the two are equal.
     """
     if BLOCK == 32:
-        both = tl.load(ptr.to(tl.pointer_type(tl.int16)), mask=mask, other=None if mask is None else 0)
+        both = tl.load(ptr.to(tl.pointer_type(tl.int16)) + chunk, mask=mask, other=None if mask is None else 0)
         both = both.to(tl.int32) & 0xFFFF
         pair = _e8m0_pair((both & 0xFF) | ((both >> 8) << 16))
         return pair, pair
     else:
-        four = tl.load(ptr.to(tl.pointer_type(tl.int32)), mask=mask, other=None if mask is None else 0)
+        four = tl.load(ptr.to(tl.pointer_type(tl.int32)) + chunk, mask=mask, other=None if mask is None else 0)
         if MX:
             return _e8m0_pair(four & 0x00FF00FF), _e8m0_pair((four >> 8) & 0x00FF00FF)
         else:
@@ -186,17 +188,24 @@ def operands(word, even, odd, MX: tl.constexpr, ACROSS: tl.constexpr = False, SE
 
 @triton.jit
 def weight_operands(
-    word, scale_ptr, inside, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, MX: tl.constexpr, SETTLE: tl.constexpr
+    word, scale_ptr, inside, COLUMNS: tl.constexpr, WHOLE: tl.constexpr, PAIRED: tl.constexpr, MX: tl.constexpr,
+    SETTLE: tl.constexpr,
 ):  # fmt: skip
-    """The same of a chunk of an expert weight: ``word (COLUMNS, 16)`` and the scale bytes at ``scale_ptr (COLUMNS,)``.
+    """The same of a chunk of an expert weight, ``word (COLUMNS, 16)``; scales from ``scale_ptr`` on, an integer a row.
 
     NVFP4: E5M3 bytes. MXFP4 (``MX``): bytes of :func:`tracefp4.formats.words.lift`, whose codes take one multiplication
-    as those of NVFP4 do. ``WHOLE``: all pointers are valid, ``inside`` is not needed. ``SETTLE``: wait for the
-    products of a Hopper warp group before registers are written that they might be reading.
+    as those of NVFP4 do. ``WHOLE``: all pointers are valid, ``inside`` is not needed. ``PAIRED``: a thread has one row,
+    whose two bytes of MXFP4 are too few for a copy beside the program's work (``cp.async``), so it reads those of two.
+    ``SETTLE``: wait for the products of a Hopper warp group before registers are written that they might be reading.
     """
+    column = tl.arange(0, COLUMNS)
     if MX:
-        at = scale_ptr.to(tl.pointer_type(tl.int16))
-        both = (tl.load(at) if WHOLE else tl.load(at, mask=inside, other=0)).to(tl.int32)
+        if PAIRED:
+            two = tl.load(scale_ptr.to(tl.pointer_type(tl.int32)) + column // 2)
+            both = two >> (column % 2 * 16)
+        else:
+            at = scale_ptr + column
+            both = (tl.load(at) if WHOLE else tl.load(at, mask=inside, other=0)).to(tl.int32)
         pair = tl.broadcast_to(_lifted_pair(both)[:, None], (COLUMNS, 16))
         if INTERPRETED:
             low, high = pair << 16, pair & -65536
@@ -216,7 +225,7 @@ def weight_operands(
                 pack=2,
             )
     else:
-        at = scale_ptr.to(tl.pointer_type(tl.int32))
+        at = scale_ptr + column
         four = tl.load(at) if WHOLE else tl.load(at, mask=inside, other=0)
         four = tl.broadcast_to(four[:, None], (COLUMNS, 16))
         return operands(word, four, four, False, False, SETTLE)
@@ -244,7 +253,7 @@ def _lifted_pair(both):
 def chunk_operands(word_ptr, scale_ptr, mask, ROWS: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr):
     """Four bfloat16 tiles ``(ROWS, 16)`` of the chunks at ``word_ptr (ROWS,)`` (int16) and ``scale_ptr (ROWS,)``."""
     word = tl.load(word_ptr[:, None] + tl.arange(0, 16)[None, :], mask=mask[:, None], other=0)
-    even, odd = chunk_scales(scale_ptr, mask, MX, BLOCK)
+    even, odd = chunk_scales(scale_ptr, 0, mask, MX, BLOCK)
     even = tl.broadcast_to(even[:, None], (ROWS, 16))
     return operands(word, even, tl.broadcast_to(odd[:, None], (ROWS, 16)), MX)
 
