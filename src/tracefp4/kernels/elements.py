@@ -220,7 +220,7 @@ def product(a, b, acc):
 
 @triton.jit
 def negated(x):
-    """``-x``, of a zero as well: Triton's own sign was a subtraction from 0 until 3.6 or later."""
+    """``-x``, of a zero as well, which the minus sign of Triton 3.6 is not: there it subtracts from 0."""
     return x * -1.0
 
 
