@@ -270,7 +270,8 @@ def attention() -> list[bool]:
                                    pointers if plain else fp4, constants, 32 * 2 * width, first=True, num_warps=1,
                                    num_stages=3 if plain else 5))  # fmt: skip
             kinds = pointers if plain else fp4
-            for rows, columns, warps, stages in ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3)):
+            depth = (3 if width == 64 else 5) if not plain else 5 if width < 256 else 4
+            for rows, columns, warps, stages in ((128, 64, 8, depth), (64, 64, 4, 5), (64, 32, 4, 5), (128, 32, 8, 5)):
                 constants = shared | {"QUERIES": rows, "COLUMNS": columns, "SINKS": False}
                 name = f"prefill attention {word} D{width} {rows}x{columns} warps {warps}"
                 done.append(report(name, attention_prefill._prefill, kinds, constants, columns * 2 * width,
@@ -338,7 +339,7 @@ def products() -> list[bool]:
         done.append(report(f"training experts, {word}", experts_training._pairs, more, constants, 128 * 128,
                            num_warps=8, num_stages=3, enable_fp_fusion=False))  # fmt: skip
     done.append(report("training experts, gradient of W", experts_training._weights, more, tile | {"out_k": 1},
-                       128 * 128, num_warps=8, num_stages=3))  # fmt: skip
+                       128 * 128, num_warps=8, num_stages=5))  # fmt: skip
     done += routing_of_a_layer()
     for made in (rules(get_numerics(name)) for name in ("nvfp4-te", "mxfp4-ceil")):
         constants = {"TILE": 2048 // made.block, "BITS": 1, "VECTORS": 1, "OFFSET": False, **made.constants()}

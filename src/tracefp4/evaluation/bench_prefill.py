@@ -208,7 +208,7 @@ def attention_flops(heads: int, width: int, chunk: int, context: int) -> float:
 
 def prefill_configs() -> list[dict[str, Any]]:
     """Arguments of :func:`tracefp4.kernels.attention_prefill.prefill_attention`: the default, and tiles beside it."""
-    tiles = ((64, 64, 4, 2), (64, 32, 4, 3), (128, 32, 8, 3))
+    tiles = ((128, 64, 8, 2), (64, 64, 4, 5), (64, 32, 4, 5), (128, 32, 8, 5))
     return [{}, *(dict(zip(("rows", "columns", "warps", "stages"), tile, strict=True)) for tile in tiles)]
 
 

@@ -80,6 +80,22 @@ def _prefill(
     tl.store(at, narrow(out, out_ptr.dtype.element_ty), mask=live[:, None])
 
 
+def _depth(kv: PagedKV, rows: int, columns: int) -> int:
+    """Stages of the pipeline of loads.
+
+    Slots take two and what they point to two more, so with five K and V of a step are on their way during the whole
+    step before; with three or four a step waits for K and V, though not for slots, and with two for one after the
+    other. In bfloat16 products read K and V in shared memory, where those of three steps have to find room beside the
+    queries. Heads of 64 in FP4 take three: five take registers that a second program needs, which has work meanwhile.
+    """
+    if kv.scales is not None:
+        return 5 if kv.width > 64 else 3
+    if not kv.codes.is_cuda:
+        return 5
+    needed = 2 * kv.width * (rows + 3 * 2 * columns) + 2048
+    return 5 if needed <= torch.cuda.get_device_properties(kv.codes.device).shared_memory_per_block_optin else 4
+
+
 def prefill_attention(
     q: Tensor,
     kv: PagedKV,
@@ -93,7 +109,7 @@ def prefill_attention(
     rows: int = 128,
     columns: int = 64,
     warps: int = 8,
-    stages: int = 2,
+    stages: int | None = None,
 ) -> Tensor:
     """Causal attention of the newest tokens of each sequence over all of it.
 
@@ -109,7 +125,7 @@ def prefill_attention(
         rows: queries times group members of a program.
         columns: tokens that a program takes at a time.
         warps: warps of a program.
-        stages: loads in flight.
+        stages: of the pipeline of loads; by default as many as :func:`_depth` says.
 
     Returns:
         bfloat16 ``(T, Hq, D)``.
@@ -120,6 +136,7 @@ def prefill_attention(
     group = heads // kv.heads
     scales = kv.codes if kv.scales is None else kv.scales
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device)
+    stages = stages or _depth(kv, rows, columns)
     _prefill[(triton.cdiv(longest * group, rows), kv.heads, table.shape[0])](
         q, kv.codes, scales, slots, table, q if sinks is None else sinks, out,
         q.stride(0), q.stride(1), kv.codes.stride(0), scales.stride(0),

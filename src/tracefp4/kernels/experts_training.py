@@ -186,7 +186,8 @@ def weight_product(
         per_token: whether the slots of a token share a row.
         tile: sizes of the launch.
     """
-    chosen = tile or Tile()
+    # Numbers of pairs take two stages and their rows two more, so with five those are on their way for a whole step.
+    chosen = tile or Tile(stages=5)
     experts, rows, columns = out.shape
     n_blocks, k_blocks = cdiv(rows, ROWS), cdiv(columns, chosen.columns)
     _weights[(experts * n_blocks * k_blocks,)](

@@ -112,20 +112,25 @@ def _e8m0_pair(data):
 
 
 @triton.jit
-def chunk_scales(ptr, chunk, mask, MX: tl.constexpr, BLOCK: tl.constexpr):
+def chunk_scales(ptr, chunk, mask, MX: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr = False):
     """Scales of chunks of 64 values, as :func:`operands` takes them; shapes of all arguments go together.
 
     ``ptr``: first scale of a vector; ``chunk``: numbers of its chunks. They count integers of the size that is loaded,
     so that the compiler sees neighbours and reads all scales of a vector at once: a copy beside the program's work
-    (``cp.async``) takes four bytes or more. Without a ``mask`` (``None``) all are read.
+    (``cp.async``) takes four bytes or more. ``PAIRED``: where a thread has one chunk, whose two bytes of a block of 32
+    are too few, it reads those of two. Without a ``mask`` (``None``) all are read.
 
     Returns:
         Two int32 tensors. NVFP4: the four E5M3 bytes, twice. MXFP4: factors of groups 0 and 2, and of groups 1 and 3;
         with blocks of 32 a chunk has two bytes, each for two groups of sixteen, and the two are equal.
     """
     if BLOCK == 32:
-        both = tl.load(ptr.to(tl.pointer_type(tl.int16)) + chunk, mask=mask, other=None if mask is None else 0)
-        both = both.to(tl.int32) & 0xFFFF
+        other: tl.constexpr = None if mask is None else 0
+        if PAIRED:
+            both = tl.load(ptr.to(tl.pointer_type(tl.int32)) + chunk // 2, mask=mask, other=other) >> (chunk % 2 * 16)
+        else:
+            both = tl.load(ptr.to(tl.pointer_type(tl.int16)) + chunk, mask=mask, other=other).to(tl.int32)
+        both = both & 0xFFFF
         pair = _e8m0_pair((both & 0xFF) | ((both >> 8) << 16))
         return pair, pair
     else:
@@ -250,33 +255,17 @@ def _lifted_pair(both):
 
 
 @triton.jit
-def chunk_operands(word_ptr, scale_ptr, mask, ROWS: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr):
-    """Four bfloat16 tiles ``(ROWS, 16)`` of the chunks at ``word_ptr (ROWS,)`` (int16) and ``scale_ptr (ROWS,)``."""
-    word = tl.load(word_ptr[:, None] + tl.arange(0, 16)[None, :], mask=mask[:, None], other=0)
-    even, odd = chunk_scales(scale_ptr, 0, mask, MX, BLOCK)
-    even = tl.broadcast_to(even[:, None], (ROWS, 16))
-    return operands(word, even, tl.broadcast_to(odd[:, None], (ROWS, 16)), MX)
-
-
-@triton.jit
-def chunk(word_ptr, scale_ptr, mask, ROWS: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr):
-    """The 64 values of the chunks in order, bfloat16 ``(ROWS, 64)``."""
-    a, b, c, d = chunk_operands(word_ptr, scale_ptr, mask, ROWS, MX, BLOCK)
-    both = tl.join(tl.join(a, b), tl.join(c, d))  # (ROWS, 16, inner, outer), group = 2 outer + inner
-    return tl.reshape(tl.permute(both, (0, 3, 2, 1)), (ROWS, 64))
-
-
-@triton.jit
 def vectors(
     word_ptr, scale_ptr, mask, ROWS: tl.constexpr, D: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Whole vectors of ``D`` = 64, 128 or 256 values in order, bfloat16 ``(ROWS, D)``."""
-    if D == 64:
-        return chunk(word_ptr, scale_ptr, mask, ROWS, MX, BLOCK)
-    else:
-        low = vectors(word_ptr, scale_ptr, mask, ROWS, D // 2, MX, BLOCK)
-        high = vectors(word_ptr + D // 8, scale_ptr + D // (2 * BLOCK), mask, ROWS, D // 2, MX, BLOCK)
-        return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (ROWS, D))
+    """Whole vectors of ``D`` values in order, bfloat16 ``(ROWS, D)``, whose words and scales begin at ``(ROWS,)``."""
+    word = tl.load(word_ptr[:, None] + tl.arange(0, D // 4)[None, :], mask=mask[:, None], other=0)
+    even, odd = chunk_scales(scale_ptr[:, None], tl.arange(0, D // 64)[None, :], mask[:, None], MX, BLOCK, D > 64)
+    even = tl.reshape(tl.broadcast_to(even[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
+    odd = tl.reshape(tl.broadcast_to(odd[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
+    a, b, c, d = operands(word, even, odd, MX)
+    both = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (ROWS, D // 64, 16, 2, 2))
+    return tl.reshape(tl.permute(both, (0, 1, 4, 3, 2)), (ROWS, D))  # group of 16 = 2 outer + inner
 
 
 @triton.jit
