@@ -5,7 +5,8 @@
 The count is what decides whether FP4 pays on a GPU that has to widen it: at 4.3 TB/s there is time for 4.4 instructions
 a value (docs/performance.md). Instructions are those of one warp for the loop's share of a tile, times 32 lanes,
 divided by the values of the tile. A kernel without a loop is counted whole. Beside it stand the registers of a thread,
-the shared memory of a program, and how many warps of them a multiprocessor holds, of 64.
+the shared memory of a program, and how many warps of them a multiprocessor holds, of 64; and what a step of the loop
+waits for, if anything: what it loads by an ordinary load, or copies of which none are a step ahead.
 """
 
 from __future__ import annotations
@@ -99,10 +100,17 @@ def resident(registers: int, shared: int, warps: int) -> int:
     return warps * min(by_registers, 228 * 1024 // (shared + 1024), 64 // warps, 32)
 
 
-def main_loop(code: Code, first: bool = False) -> list[str]:
-    """Operations of the longest backward branch, or of the ``first`` one; of everything if there is none."""
+def main_loop(code: Code, first: bool = False) -> Code:
+    """The longest backward branch, or the ``first`` one; everything if there is none."""
     found = list(loops(code)) or [code]
-    return [operation for _, operation, _ in (found[0] if first else max(found, key=len))]
+    return found[0] if first else max(found, key=len)
+
+
+def waiting(loop: Code) -> str:
+    """What a loop waits for: loads into registers, and copies into shared memory if none may be left on its way."""
+    loads = sum(op.startswith("LDG.") for _, op, _ in loop)
+    copies = any(op.startswith("DEPBAR") and args.strip().endswith("SB0, 0x0") for _, op, args in loop)
+    return f", waits for {loads} loads{' and all copies' * copies}" if loads or copies else ""
 
 
 def report(name: str, kernel: Any, pointers: dict[str, str], constants: dict[str, Any], values: int,
@@ -116,12 +124,14 @@ def report(name: str, kernel: Any, pointers: dict[str, str], constants: dict[str
     code = sass(built)
     loop = main_loop(code, first)
     spills = sum(op.startswith(("STL", "LDL")) for _, op, _ in code)
-    top = " ".join(f"{op} {n}" for op, n in Counter(op.split(".")[0] for op in loop).most_common(6))
+    top = " ".join(f"{op} {n}" for op, n in Counter(op.split(".")[0] for _, op, _ in loop).most_common(6))
+    waits = waiting(loop) if loop is not code and len(loop) < len(code) else ""
     each = len(loop) * 32 * options["num_warps"] / values
     found = re.search(r"REG:(\d+)", dump(built, "-res-usage"))
     registers, shared = int(found[1]) if found else 0, built.metadata.shared
     print(f"{name:44} {each:6.2f} a value, {len(loop):5} in the loop, {registers:3} registers, {shared:6} B shared, "
-          f"{resident(max(registers, 16), shared, options['num_warps']):2} warps, {spills} spills  {top}")  # fmt: skip
+          f"{resident(max(registers, 16), shared, options['num_warps']):2} warps, {spills} spills{waits}  "
+          f"{top}")  # fmt: skip
     return True
 
 
