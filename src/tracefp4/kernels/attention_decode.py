@@ -95,21 +95,22 @@ def _tiles(
     """Vectors at ``code_ptr (ROWS,)`` as tiles ``(ROWS, values)``, or ``(values, ROWS)`` if ``ACROSS``.
 
     ``inside (ROWS,)``, or ``None`` for all. FP4 words are read whether ``inside`` or not; outside their scales are
-    finite, so nothing there is a NaN.
+    finite, so nothing there is a NaN. ``scale_ptr``: to those of K, behind which those of V (``ACROSS``) lie.
     """
     mask = None
     if inside is not None:
         mask = inside[None, :] if ACROSS else inside[:, None]
     if FP4:
-        lane, chunk = tl.arange(0, D // 4), tl.arange(0, D // 64)
+        lane, chunk = tl.arange(0, D // 4), tl.arange(0, D // 64) + (D // 64 if ACROSS else 0)
+        paired: tl.constexpr = BLOCK == 32 and D == 64
         if ACROSS:
             word = tl.load(code_ptr[None, :] + lane[:, None])
-            even, odd = chunk_scales(scale_ptr[None, :], chunk[:, None], mask, MX, BLOCK)
+            even, odd = chunk_scales(scale_ptr[None, :], chunk[:, None], mask, MX, BLOCK, paired)
             even = tl.reshape(tl.broadcast_to(even[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
             odd = tl.reshape(tl.broadcast_to(odd[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
         else:
             word = tl.load(code_ptr[:, None] + lane[None, :])
-            even, odd = chunk_scales(scale_ptr[:, None], chunk[None, :], mask, MX, BLOCK)
+            even, odd = chunk_scales(scale_ptr[:, None], chunk[None, :], mask, MX, BLOCK, paired)
             even = tl.reshape(tl.broadcast_to(even[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
             odd = tl.reshape(tl.broadcast_to(odd[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
         return operands(word, even, odd, MX, ACROSS)
@@ -161,7 +162,7 @@ def _attend(
     p = tl.exp2(s - higher[None, :])
     keep = tl.exp2(top - higher)
     total = total * keep[None, :] + p
-    v = _tiles(code + step, scale + D // BLOCK, inside, ROWS, D, FP4, MX, BLOCK, True)
+    v = _tiles(code + step, scale, inside, ROWS, D, FP4, MX, BLOCK, True)
     weight, added = narrow(p, tl.bfloat16), ()
     for index in tl.static_range(TILES):
         added = added + (product(v[index], weight, out[index] * keep[None, :]),)

@@ -59,9 +59,9 @@ def _prefill(
         slot = tl.load(slots_ptr + position, mask=inside, other=0).to(tl.int64)
         code, scale = codes_ptr + slot * code_stride, scales_ptr + slot * scale_stride
         if FP4:
-            k = vectors(code + h * (D // 2), scale + 2 * h * (D // BLOCK), inside, COLUMNS, D, MX, BLOCK)
-            v_code, v_scale = code + (2 * h + 1) * (D // 4), scale + (2 * h + 1) * (D // BLOCK)
-            v = vectors(v_code, v_scale, inside, COLUMNS, D, MX, BLOCK)
+            code, scale = code + h * (D // 2), scale + 2 * h * (D // BLOCK)
+            k = vectors(code, scale, inside, 0, COLUMNS, D, MX, BLOCK)
+            v = vectors(code, scale, inside, 1, COLUMNS, D, MX, BLOCK)
         else:
             k = tl.load((code + 2 * h * D)[:, None] + lane[None, :], mask=inside[:, None], other=0.0)
             v = tl.load((code + (2 * h + 1) * D)[:, None] + lane[None, :], mask=inside[:, None], other=0.0)

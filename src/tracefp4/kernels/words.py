@@ -118,7 +118,7 @@ def chunk_scales(ptr, chunk, mask, MX: tl.constexpr, BLOCK: tl.constexpr, PAIRED
     ``ptr``: first scale of a vector; ``chunk``: numbers of its chunks. They count integers of the size that is loaded,
     so that the compiler sees neighbours and reads all scales of a vector at once: a copy beside the program's work
     (``cp.async``) takes four bytes or more. ``PAIRED``: where a thread has one chunk, whose two bytes of a block of 32
-    are too few, it reads those of two. Without a ``mask`` (``None``) all are read.
+    are too few, it reads those of two; ``ptr`` points to four bytes. Without a ``mask`` (``None``) all are read.
 
     Returns:
         Two int32 tensors. NVFP4: the four E5M3 bytes, twice. MXFP4: factors of groups 0 and 2, and of groups 1 and 3;
@@ -256,11 +256,14 @@ def _lifted_pair(both):
 
 @triton.jit
 def vectors(
-    word_ptr, scale_ptr, mask, ROWS: tl.constexpr, D: tl.constexpr, MX: tl.constexpr, BLOCK: tl.constexpr
+    word_ptr, scale_ptr, mask, PLACE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, MX: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Whole vectors of ``D`` values in order, bfloat16 ``(ROWS, D)``, whose words and scales begin at ``(ROWS,)``."""
+    """The ``PLACE``-th of the vectors whose words and scales begin at ``(ROWS,)``: values in order, ``(ROWS, D)``."""
+    word_ptr += PLACE * (D // 4)
     word = tl.load(word_ptr[:, None] + tl.arange(0, D // 4)[None, :], mask=mask[:, None], other=0)
-    even, odd = chunk_scales(scale_ptr[:, None], tl.arange(0, D // 64)[None, :], mask[:, None], MX, BLOCK, D > 64)
+    chunk = tl.arange(0, D // 64) + PLACE * (D // 64)
+    even, odd = chunk_scales(scale_ptr[:, None], chunk[None, :], mask[:, None], MX, BLOCK, True)
     even = tl.reshape(tl.broadcast_to(even[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
     odd = tl.reshape(tl.broadcast_to(odd[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
     a, b, c, d = operands(word, even, odd, MX)
