@@ -125,7 +125,7 @@ def report(name: str, kernel: Any, pointers: dict[str, str], constants: dict[str
     loop = main_loop(code, first)
     spills = sum(op.startswith(("STL", "LDL")) for _, op, _ in code)
     top = " ".join(f"{op} {n}" for op, n in Counter(op.split(".")[0] for _, op, _ in loop).most_common(6))
-    waits = waiting(loop) if loop is not code and len(loop) < len(code) else ""
+    waits = waiting(loop) if loop is not code else ""
     each = len(loop) * 32 * options["num_warps"] / values
     found = re.search(r"REG:(\d+)", dump(built, "-res-usage"))
     registers, shared = int(found[1]) if found else 0, built.metadata.shared
@@ -280,8 +280,13 @@ def attention() -> list[bool]:
                                    pointers if plain else fp4, constants, 32 * 2 * width, first=True, num_warps=1,
                                    num_stages=3 if plain else 5))  # fmt: skip
             kinds = pointers if plain else fp4
-            depth = (3 if width == 64 else 5) if not plain else 5 if width < 256 else 4
-            for rows, columns, warps, stages in ((128, 64, 8, depth), (64, 64, 4, 5), (64, 32, 4, 5), (128, 32, 8, 5)):
+            default = attention_prefill.depth(width, not plain, 128, 64, 227 * 1024)
+            for rows, columns, warps, stages in (
+                (128, 64, 8, default),
+                (64, 64, 4, 5),
+                (64, 32, 4, 5),
+                (128, 32, 8, 5),
+            ):
                 constants = shared | {"QUERIES": rows, "COLUMNS": columns, "SINKS": False}
                 name = f"prefill attention {word} D{width} {rows}x{columns} warps {warps}"
                 done.append(report(name, attention_prefill._prefill, kinds, constants, columns * 2 * width,
@@ -309,10 +314,10 @@ def grouped(
     word: str, rows: int, columns: int, unroll: int, warps: int, *, second: bool = False, whole: bool = True
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Pointers and constants of the grouped product of nvfp4, mxfp4 or bf16 weights, with a tile of this size."""
-    plain, mx = word == "bf16", word == "mxfp4"
+    plain, mx, tile = word == "bf16", word == "mxfp4", experts.Config(columns, unroll, warps, 1)
     constants = {
         "TOP_K": 8, "ROWS": rows, "COLUMNS": columns, "UNROLL": unroll, "WHOLE": whole,
-        "PAIRED": whole and columns == 32 * warps, "JOIN": warps % 4 == 0 and rows > 8, "FP4": not plain, "MX": mx,
+        "PAIRED": whole and tile.paired, "JOIN": tile.joined(rows), "FP4": not plain, "MX": mx,
         "BLOCK": 32 if mx else 16, "SHIFT": 128.0, "PER_TOKEN": True, "X_SCALE": word == "nvfp4", "ALPHA": not plain,
         "BIAS": False, "SECOND": second,
     } | ({} if second else {"second_ptr": None})  # fmt: skip

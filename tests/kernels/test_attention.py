@@ -159,6 +159,14 @@ def test_one_angle_turns_all_tokens(device, same):
     assert same(found.cpu(), turned(q, cos[:, None], sin[:, None]))
 
 
+def assert_near(found, q, k, v, name, lengths):
+    """Attention of a query of each sequence over its first tokens, ``k`` and ``v`` as the pool holds them."""
+    k, v = stands_for(k, name), stands_for(v, name)
+    for i, length in enumerate(lengths):
+        expected = attention(q[i : i + 1].cpu(), k[:, :length], v[:, :length], q.shape[2] ** -0.5, before=length - 1)
+        assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+
+
 def shapes():
     """Interpreting takes seconds a case: every format once and every width once by default, all pairs with -m slow."""
     for width, heads, group in ((64, 1, 4), (128, 1, 8), (256, 2, 3)):
@@ -178,15 +186,7 @@ def test_decode_attention(name, width, heads, group, device):
     options = {"span": 32, "rows": 16} if device.type == "cpu" else {"span": 64}
     found = decode_attention(q.to(device), kv, pages, lengths.to(device), width**-0.5, **options).cpu()
     assert found.dtype == torch.bfloat16
-    for i, length in enumerate(lengths.tolist()):
-        expected = attention(
-            q[i : i + 1],
-            stands_for(k, name)[:, :length],
-            stands_for(v, name)[:, :length],
-            width**-0.5,
-            before=length - 1,
-        )
-        assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+    assert_near(found, q, k, v, name, lengths.tolist())
 
 
 @pytest.mark.parametrize("page", [1, 24, 32, 64])
@@ -213,10 +213,7 @@ def test_splits_that_are_no_whole_tiles(page, span, rows, device):
     lengths, q = torch.tensor([80, 53]), torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(5)).bfloat16()
     pages = table.expand(2, -1).contiguous().to(device)
     found = decode_attention(q.to(device), kv, pages, lengths.to(device), 0.125, span=span, rows=rows).cpu()
-    for i, length in enumerate(lengths.tolist()):
-        k_there, v_there = (stands_for(x, "nvfp4-te")[:, :length] for x in (k, v))
-        expected = attention(q[i : i + 1], k_there, v_there, 0.125, before=length - 1)
-        assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+    assert_near(found, q, k, v, "nvfp4-te", lengths.tolist())
 
 
 def configurations():
@@ -243,10 +240,7 @@ def test_every_configuration_of_the_benchmark(name, width, group, config, device
         q.to(device), kv, table.expand(len(lengths), -1).contiguous().to(device),
         torch.tensor(lengths, device=device), width**-0.5, **config,
     ).cpu()  # fmt: skip
-    k, v = stands_for(k, name), stands_for(v, name)
-    for i, length in enumerate(lengths):
-        expected = attention(q[i : i + 1], k[:, :length], v[:, :length], width**-0.5, before=length - 1)
-        assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+    assert_near(found, q, k, v, name, lengths)
 
 
 @pytest.mark.parametrize(
@@ -328,10 +322,7 @@ def test_tables_as_long_as_the_longest_context(name, device):
     pages, there = pages.to(device), torch.tensor(lengths, device=device)
     options = {} if device.type == "cuda" else {"span": 16384, "rows": 32}
     found = decode_attention(q, kv, pages, there, width**-0.5, **options).cpu()
-    k, v = stands_for(k, name), stands_for(v, name)
-    for i, length in enumerate(lengths):
-        expected = attention(q[i : i + 1].cpu(), k[:, :length], v[:, :length], width**-0.5, before=length - 1)
-        assert (found[i : i + 1].double() - expected).abs().max() < 0.02
+    assert_near(found, q, k, v, name, lengths)
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(1, marks=pytest.mark.slow), 21])

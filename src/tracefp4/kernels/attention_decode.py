@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tracefp4.kernels.elements import LOG2E, narrow, product, rounded_product
-from tracefp4.kernels.words import NVFP4_SHIFT, chunk_scales, operands
+from tracefp4.kernels.words import NVFP4_SHIFT, vector_operands
 
 PLACES = 2**31
 """Places that an int32 tells apart."""
@@ -92,34 +92,21 @@ def _tiles(
     code_ptr, scale_ptr, inside, ROWS: tl.constexpr, D: tl.constexpr, FP4: tl.constexpr, MX: tl.constexpr,
     BLOCK: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Vectors at ``code_ptr (ROWS,)`` as tiles ``(ROWS, values)``, or ``(values, ROWS)`` if ``ACROSS``.
+    """K of tokens as tiles ``(ROWS, values)``, or V as ``(values, ROWS)`` if ``ACROSS``.
 
-    ``inside (ROWS,)``, or ``None`` for all. FP4 words are read whether ``inside`` or not; outside their scales are
-    finite, so nothing there is a NaN. ``scale_ptr``: to those of K, behind which those of V (``ACROSS``) lie.
+    ``code_ptr``, ``scale_ptr``: where each token's K begins, behind which its V lies; ``inside``: which tokens are
+    there, or ``None`` for all. All of ``(ROWS,)``.
     """
-    mask = None
-    if inside is not None:
-        mask = inside[None, :] if ACROSS else inside[:, None]
     if FP4:
-        lane, chunk = tl.arange(0, D // 4), tl.arange(0, D // 64) + (D // 64 if ACROSS else 0)
-        paired: tl.constexpr = BLOCK == 32 and D == 64
-        if ACROSS:
-            word = tl.load(code_ptr[None, :] + lane[:, None])
-            even, odd = chunk_scales(scale_ptr[None, :], chunk[:, None], mask, MX, BLOCK, paired)
-            even = tl.reshape(tl.broadcast_to(even[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
-            odd = tl.reshape(tl.broadcast_to(odd[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
-        else:
-            word = tl.load(code_ptr[:, None] + lane[None, :])
-            even, odd = chunk_scales(scale_ptr[:, None], chunk[None, :], mask, MX, BLOCK, paired)
-            even = tl.reshape(tl.broadcast_to(even[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
-            odd = tl.reshape(tl.broadcast_to(odd[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
-        return operands(word, even, odd, MX, ACROSS)
+        return vector_operands(code_ptr, scale_ptr, inside, ACROSS, ROWS, D, MX, BLOCK, D == 64, ACROSS)
     else:
-        found = ()
+        mask, other, found = None, None, ()
+        if inside is not None:
+            mask, other = inside[None, :] if ACROSS else inside[:, None], 0.0
         for index in tl.static_range(D // 64):
             column = _tile(index, D, FP4)
-            at = code_ptr[None, :] + column[:, None] if ACROSS else code_ptr[:, None] + column[None, :]
-            found = found + (tl.load(at, mask=mask, other=None if mask is None else 0.0),)
+            at = code_ptr[None, :] + (column + D)[:, None] if ACROSS else code_ptr[:, None] + column[None, :]
+            found = found + (tl.load(at, mask=mask, other=other),)
         return found
 
 
@@ -137,7 +124,6 @@ def _attend(
         ``top``, ``total`` and ``out`` with them.
     """
     TILES: tl.constexpr = 4 if FP4 else D // 64
-    step: tl.constexpr = D // 4 if FP4 else D
     lane = tl.arange(0, ROWS)
     position = first + lane
     inside = None
@@ -162,7 +148,7 @@ def _attend(
     p = tl.exp2(s - higher[None, :])
     keep = tl.exp2(top - higher)
     total = total * keep[None, :] + p
-    v = _tiles(code + step, scale, inside, ROWS, D, FP4, MX, BLOCK, True)
+    v = _tiles(code, scale, inside, ROWS, D, FP4, MX, BLOCK, True)
     weight, added = narrow(p, tl.bfloat16), ()
     for index in tl.static_range(TILES):
         added = added + (product(v[index], weight, out[index] * keep[None, :]),)

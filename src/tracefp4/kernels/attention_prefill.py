@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tracefp4.kernels.attention_decode import PagedKV
 from tracefp4.kernels.elements import LOG2E, narrow, product
+from tracefp4.kernels.runtime import shared_memory
 from tracefp4.kernels.words import vectors
 
 
@@ -80,20 +81,17 @@ def _prefill(
     tl.store(at, narrow(out, out_ptr.dtype.element_ty), mask=live[:, None])
 
 
-def _depth(kv: PagedKV, rows: int, columns: int) -> int:
-    """Stages of the pipeline of loads.
+def depth(width: int, fp4: bool, rows: int, columns: int, shared: int) -> int:
+    """Stages of the pipeline of loads, for heads of ``width`` and ``shared`` bytes of shared memory for a program.
 
     Slots take two and what they point to two more, so with five K and V of a step are on their way during the whole
     step before; with three or four a step waits for K and V, though not for slots, and with two for one after the
     other. In bfloat16 products read K and V in shared memory, where those of three steps have to find room beside the
     queries. Heads of 64 in FP4 take three: five take registers that a second program needs, which has work meanwhile.
     """
-    if kv.scales is not None:
-        return 5 if kv.width > 64 else 3
-    if not kv.codes.is_cuda:
-        return 5
-    needed = 2 * kv.width * (rows + 3 * 2 * columns) + 2048
-    return 5 if needed <= torch.cuda.get_device_properties(kv.codes.device).shared_memory_per_block_optin else 4
+    if fp4:
+        return 5 if width > 64 else 3
+    return 5 if 2 * width * (rows + 3 * 2 * columns) + 2048 <= shared else 4
 
 
 def prefill_attention(
@@ -125,7 +123,7 @@ def prefill_attention(
         rows: queries times group members of a program.
         columns: tokens that a program takes at a time.
         warps: warps of a program.
-        stages: of the pipeline of loads; by default as many as :func:`_depth` says.
+        stages: of the pipeline of loads; by default as many as :func:`depth` says.
 
     Returns:
         bfloat16 ``(T, Hq, D)``.
@@ -136,7 +134,7 @@ def prefill_attention(
     group = heads // kv.heads
     scales = kv.codes if kv.scales is None else kv.scales
     out = torch.empty(tokens, heads, width, dtype=q.dtype, device=q.device)
-    stages = stages or _depth(kv, rows, columns)
+    stages = stages or depth(width, kv.scales is not None, rows, columns, shared_memory(q))
     _prefill[(triton.cdiv(longest * group, rows), kv.heads, table.shape[0])](
         q, kv.codes, scales, slots, table, q if sinks is None else sinks, out,
         q.stride(0), q.stride(1), kv.codes.stride(0), scales.stride(0),

@@ -69,12 +69,20 @@ class Config:
     unroll: int
     """Chunks of 64 of a step; must divide ``K / 64``."""
     warps: int
-    """1 or 2: every warp multiplies by itself. 4 or 8: groups of four share their multiplications, on a Hopper GPU and
-    if tiles have 16 rows."""
+    """1 or 2: every warp multiplies by itself. 4 or 8: groups of four share their multiplications (:meth:`joined`)."""
     stages: int
     """Steps in flight, the current one included."""
     registers: int | None = None
     """Limit for a thread, where the compiler's own choice would leave room for fewer programs."""
+
+    @property
+    def paired(self) -> bool:
+        """Whether a thread has one weight row."""
+        return self.columns == 32 * self.warps
+
+    def joined(self, rows: int) -> bool:
+        """Whether groups of four warps share multiplications of tiles of ``rows`` pairs, where a GPU has them."""
+        return self.warps % 4 == 0 and rows > 8
 
 
 @triton.jit
@@ -286,18 +294,17 @@ def grouped_linear(
     if second is not None and second.stride() != x.stride():
         x, second = x.contiguous(), second.contiguous()
     out = torch.empty(route.order.numel(), weight.out, dtype=dtype, device=x.device)
-    blocks = cdiv(weight.out, chosen.columns)
+    blocks, whole = cdiv(weight.out, chosen.columns), weight.out % chosen.columns == 0
     # Warp groups take 16 rows or more. Without them Triton mixes two groups of 16 FP4 weights in a product of 64, and
     # the order of additions would be another than that of smaller tiles.
-    join = chosen.warps % 4 == 0 and route.rows > 8 and warp_groups(x)
-    whole = weight.out % chosen.columns == 0
+    join = chosen.joined(route.rows) and warp_groups(x)
     _grouped[(route.tiles.shape[0] * blocks,)](
         x, second, x if x_scale is None else x_scale, weight.values,
         weight.values if weight.scales is None else weight.scales,
         *(x if t is None else t for t in (weight.alpha, bias)), route.order, route.tiles, out,
         weight.out, weight.inner, x.stride(0), blocks,
         TOP_K=route.top_k, ROWS=route.rows, COLUMNS=chosen.columns, UNROLL=chosen.unroll,
-        WHOLE=whole, PAIRED=whole and chosen.columns == 32 * chosen.warps, JOIN=join,
+        WHOLE=whole, PAIRED=whole and chosen.paired, JOIN=join,
         FP4=weight.scales is not None, MX=weight.mx, BLOCK=weight.block, SHIFT=NVFP4_SHIFT,
         PER_TOKEN=per_token, X_SCALE=x_scale is not None, ALPHA=weight.alpha is not None, BIAS=bias is not None,
         SECOND=second is not None,

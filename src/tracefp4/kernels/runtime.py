@@ -51,6 +51,16 @@ def warp_groups(x: Tensor) -> bool:
     return x.is_cuda and torch.version.cuda is not None and _major(x.device.index or 0) == 9
 
 
+@functools.cache
+def _shared_memory(index: int) -> int:
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin
+
+
+def shared_memory(x: Tensor) -> int:
+    """Bytes of shared memory that a program may have where ``x`` lies; 0 where nothing is compiled."""
+    return _shared_memory(x.device.index or 0) if x.is_cuda else 0
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Use kernels for CPU tensors too, through Triton's interpreter. For tests.

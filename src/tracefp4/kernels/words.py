@@ -255,18 +255,37 @@ def _lifted_pair(both):
 
 
 @triton.jit
+def vector_operands(
+    word_ptr, scale_ptr, mask, PLACE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, MX: tl.constexpr,
+    BLOCK: tl.constexpr, PAIRED: tl.constexpr, ACROSS: tl.constexpr = False,
+):  # fmt: skip
+    """The ``PLACE``-th of the vectors whose words and scales begin at ``(ROWS,)``, as :func:`operands` makes them.
+
+    Words are read whether there is something or not; where the ``mask (ROWS,)`` is false, scales are finite, so nothing
+    is a NaN. ``None`` for all. ``ACROSS``: four tiles ``(D / 4, ROWS)`` instead of ``(ROWS, D / 4)``.
+    """
+    word, chunk = tl.arange(0, D // 4) + PLACE * (D // 4), tl.arange(0, D // 64) + PLACE * (D // 64)
+    if ACROSS:
+        inside = None if mask is None else mask[None, :]
+        even, odd = chunk_scales(scale_ptr[None, :], chunk[:, None], inside, MX, BLOCK, PAIRED)
+        even = tl.reshape(tl.broadcast_to(even[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
+        odd = tl.reshape(tl.broadcast_to(odd[:, None, :], (D // 64, 16, ROWS)), (D // 4, ROWS))
+        return operands(tl.load(word_ptr[None, :] + word[:, None]), even, odd, MX, True)
+    else:
+        inside = None if mask is None else mask[:, None]
+        even, odd = chunk_scales(scale_ptr[:, None], chunk[None, :], inside, MX, BLOCK, PAIRED)
+        even = tl.reshape(tl.broadcast_to(even[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
+        odd = tl.reshape(tl.broadcast_to(odd[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
+        return operands(tl.load(word_ptr[:, None] + word[None, :]), even, odd, MX)
+
+
+@triton.jit
 def vectors(
     word_ptr, scale_ptr, mask, PLACE: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, MX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The ``PLACE``-th of the vectors whose words and scales begin at ``(ROWS,)``: values in order, ``(ROWS, D)``."""
-    word_ptr += PLACE * (D // 4)
-    word = tl.load(word_ptr[:, None] + tl.arange(0, D // 4)[None, :], mask=mask[:, None], other=0)
-    chunk = tl.arange(0, D // 64) + PLACE * (D // 64)
-    even, odd = chunk_scales(scale_ptr[:, None], chunk[None, :], mask[:, None], MX, BLOCK, True)
-    even = tl.reshape(tl.broadcast_to(even[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
-    odd = tl.reshape(tl.broadcast_to(odd[:, :, None], (ROWS, D // 64, 16)), (ROWS, D // 4))
-    a, b, c, d = operands(word, even, odd, MX)
+    """The values of :func:`vector_operands` in order, bfloat16 ``(ROWS, D)``."""
+    a, b, c, d = vector_operands(word_ptr, scale_ptr, mask, PLACE, ROWS, D, MX, BLOCK, True)
     both = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (ROWS, D // 64, 16, 2, 2))
     return tl.reshape(tl.permute(both, (0, 1, 4, 3, 2)), (ROWS, D))  # group of 16 = 2 outer + inner
 
